@@ -168,7 +168,7 @@ def compared(
     Four ranks count as two nodes of two, so that there is something hybrid. Returns predicted and measured bytes.
     """
     from accel import Accelerator
-    from accel_backends import load_backend
+    from accel_backends import build_options, load_backend
     from accel_planner import Hardware, Run, measure, optimizer_facts, plan_memory, profile_model
     from accel_planner.auto import checkpoint_blocks
     from accel_planner.candidate import candidates, named
@@ -185,7 +185,7 @@ def compared(
         options["shard_size"] = devices  # all of them share one machine here, which hybrid would fill
     torch.set_num_threads(1)
     accelerator = Accelerator(
-        cpu=True, mixed_precision=precision, strategy=load_backend(candidate.backend).options(options)
+        cpu=True, mixed_precision=precision, strategy=build_options(load_backend(candidate.backend), options)
     )
     source = chosen.build()
     profile = profile_model(source, batch, loss=loss_of, policy=precision)
@@ -199,7 +199,7 @@ def compared(
         model,
         stepping,
         lambda: accelerator.backward(loss_of(model, batch)),
-        held=lambda: accelerator.backend.held(model, stepping.optimizer),
+        held=lambda: accelerator.backend.states.held(model, stepping.optimizer),
     )
     measured = measure(run, extra=batch)
     predicted = {name: getattr(plan.parts, name) for name in ("parameters", "gradients", "optimizer")}

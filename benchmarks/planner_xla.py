@@ -40,7 +40,7 @@ def measured(shape: str, strategy: str, precision: str) -> None:
     from torch_xla.distributed.spmd import XLAShardedTensor
 
     from accel import Accelerator
-    from accel_backends import load_backend
+    from accel_backends import build_options, load_backend
     from accel_backends.xla.backend import shard_batch
     from accel_planner import Hardware, optimizer_facts, plan_memory, profile_model
     from accel_planner.candidate import candidates, named
@@ -54,7 +54,7 @@ def measured(shape: str, strategy: str, precision: str) -> None:
     shards = bool(candidate.options["shard_parameters"])
     chosen = SHAPES[shape]
     batch, source = chosen.batch, chosen.build()
-    accelerator = Accelerator(strategy=load_backend("xla").options(candidate.options), mixed_precision=precision)
+    accelerator = Accelerator(strategy=build_options(load_backend("xla"), candidate.options), mixed_precision=precision)
     profile = profile_model(source, batch, loss=loss_of, policy=precision)
     stepping = torch.optim.AdamW(source.parameters(), lr=0.01)
     plan = plan_memory(

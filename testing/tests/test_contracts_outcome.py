@@ -119,13 +119,13 @@ def test_ranks_that_break_a_promise_are_reported(rank_pool: RankPool, train, exp
 
 
 CARELESS = """
-from accel_backends import Backend
+from accel_backends import ModuleBackend
 
 
-class CarelessBackend(Backend):
+class CarelessBackend(ModuleBackend):
     name = "careless"
 
-    def prepare_model(self, model):
+    def wrap(self, model):
         return model
 """
 

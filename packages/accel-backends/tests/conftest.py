@@ -13,9 +13,9 @@ def session():
 @pytest.fixture
 def single(session):
     """Makes a backend for one CPU process with the precision of the given name."""
-    from accel_backends import SingleBackend
+    from accel_backends import Run, SingleBackend
 
     def make(precision="no", **options):
-        return SingleBackend(session, PrecisionPolicy.parse(precision, device_type="cpu"), **options)
+        return SingleBackend(Run(session, PrecisionPolicy.parse(precision, device_type="cpu"), **options))
 
     return make

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Bundle, Run, load_backend
 from accel_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from accel_precision import PrecisionPolicy
 from accel_state import Session
@@ -32,7 +32,7 @@ def make_net() -> nn.Module:
 def opened(precision: str = "no", **options: Any) -> Iterator[Any]:
     with Session.open(cpu=True) as session:
         backend = load_backend("deepspeed")(
-            session, PrecisionPolicy.parse(precision, device_type="cpu"), DeepSpeedPlugin.build(options)
+            Run(session, PrecisionPolicy.parse(precision, device_type="cpu")), DeepSpeedPlugin.build(options)
         )
         try:
             yield backend
@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def distance(backend: Any, engine: Any, reference: nn.Module) -> float:
-    state = backend.full_model_state(engine, main_only=False)
+    state = backend.states.full_model(engine, main_only=False)
     return max((state[name] - value).abs().max().item() for name, value in reference.state_dict().items())
 
 
@@ -110,7 +110,7 @@ def test_a_clip_of_gradients_that_are_dropped_does_not_reach_the_next_step(
 ) -> None:
     with beside(stage) as pair:
         pair.backend.backward(loss_of(pair.engine, rank, 0))
-        pair.backend.clip_grad_norm(pair.engine.parameters(), 1e-3)
+        pair.backend.gradients.clip_norm(pair.engine.parameters(), 1e-3)
         pair.backend.zero_grad(pair.optimizer)
         pair.backend.backward(loss_of(pair.engine, rank, 1))
         pair.mean((1, 1)).backward()
@@ -126,7 +126,7 @@ def test_a_norm_in_mid_window_changes_nothing(rank: int, world_size: int, stage:
             pair.mean((1, step)).backward()
             compare_norms(pair, math.inf)
             pair.backend.backward(loss_of(pair.engine, rank, 50 + step))
-            pair.backend.scale_gradients([pair.engine], 0.5)
+            pair.backend.gradients.scale([pair.engine], 0.5)
             pair.mean((1, 50 + step)).backward()
             for parameter in pair.reference.parameters():
                 parameter.grad *= 0.5
@@ -135,7 +135,7 @@ def test_a_norm_in_mid_window_changes_nothing(rank: int, world_size: int, stage:
 
 
 def compare_norms(pair: Pair, limit: float) -> None:
-    norm = pair.backend.clip_grad_norm(pair.engine.parameters(), limit)
+    norm = pair.backend.gradients.clip_norm(pair.engine.parameters(), limit)
     assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(pair.reference.parameters(), limit).item(), 1e-5)
 
 
@@ -153,12 +153,12 @@ def test_a_norm_that_is_not_finite_is_infinite_on_both(
     with opened(zero_stage=stage) as backend:
         engine, inner, _ = prepared(backend, model, optimizer)
         backend.backward(loss_of(engine, rank, 0) * (spoilt if rank == 1 else 1.0))
-        assert backend.clip_grad_norm(engine.parameters(), math.inf).item() == math.inf
+        assert backend.gradients.clip_norm(engine.parameters(), math.inf).item() == math.inf
         with pytest.raises(BackendError, match="norm of the gradients is inf"):
-            backend.clip_grad_norm(engine.parameters(), 1.0, error_if_nonfinite=True)
+            backend.gradients.clip_norm(engine.parameters(), 1.0, error_if_nonfinite=True)
         backend.zero_grad(inner)
         backend.backward(loss_of(engine, rank, 0))
-        assert 0 < backend.clip_grad_norm(engine.parameters(), math.inf).item() < 100
+        assert 0 < backend.gradients.clip_norm(engine.parameters(), math.inf).item() < 100
 
 
 @pytest.mark.ranks(2)
@@ -178,9 +178,9 @@ def test_discarded_gradients_are_gone(rank: int, world_size: int, stage: int) ->
 def test_held_gradients_go_on_where_they_were(rank: int, world_size: int, stage: int) -> None:
     with beside(stage) as pair:
         pair.backend.backward(loss_of(pair.engine, rank, 0))
-        held = pair.backend.unreduced_gradients(pair.engine)
+        held = pair.backend.gradients.unreduced(pair.engine)
         pair.backend.zero_grad(pair.optimizer)
-        pair.backend.set_unreduced_gradients(pair.engine, held)
+        pair.backend.gradients.set_unreduced(pair.engine, held)
         pair.backend.backward(loss_of(pair.engine, rank, 1))
         pair.mean((1, 0), (1, 1)).backward()
         pair.step()
@@ -212,7 +212,7 @@ def test_layers_that_are_frozen_before_a_second_prepare_are_in_the_state(
 def test_values_are_limited_element_by_element(rank: int, world_size: int, stage: int) -> None:
     with beside(stage) as pair:
         pair.backend.backward(loss_of(pair.engine, rank, 0))
-        pair.backend.clip_grad_value(pair.engine.parameters(), 0.01)
+        pair.backend.gradients.clip_value(pair.engine.parameters(), 0.01)
         pair.mean((1, 0)).backward()
         nn.utils.clip_grad_value_(pair.reference.parameters(), 0.01)
         pair.step()
@@ -229,7 +229,7 @@ def test_a_loss_goes_through_two_engines(rank: int, world_size: int, stage: int)
         head.load_state_dict(theirs.state_dict())
         engine, optimizer, _ = prepared(backend, model, momentum(model))
         top, above, _ = prepared(backend, head, momentum(head))
-        theirs.load_state_dict(backend.full_model_state(top, main_only=False))
+        theirs.load_state_dict(backend.states.full_model(top, main_only=False))
         steps = [momentum(ours), momentum(theirs)]
         for step in range(2):
             x = [torch.randn(4, 5, generator=torch.Generator().manual_seed(9 * step + r)) for r in range(2)]
@@ -257,11 +257,11 @@ def test_changed_whole_parameters_train_on(rank: int, world_size: int, stage: in
         model = make_net()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         engine, optimizer, _ = prepared(backend, model, momentum(model))
-        with backend.full_parameters(engine), torch.no_grad():
+        with backend.states.full_parameters(engine), torch.no_grad():
             engine.module[0].weight.zero_()
-        with backend.full_parameters(engine, writeback=False), torch.no_grad():
+        with backend.states.full_parameters(engine, writeback=False), torch.no_grad():
             engine.module[2].weight.zero_()
-        state = backend.full_model_state(engine, main_only=False)
+        state = backend.states.full_model(engine, main_only=False)
         assert state["0.weight"].abs().max() == 0
         assert torch.equal(state["2.weight"], before["2.weight"])  # fp32, all of its bits
         assert state["2.weight"].dtype == torch.float32
@@ -275,7 +275,7 @@ def test_weights_are_handed_out_as_the_model_computes(rank: int, world_size: int
     with opened("bf16", zero_stage=3, zero3_save_16bit_model=True) as backend:
         model = make_net()
         engine, _, _ = prepared(backend, model, momentum(model))
-        state = backend.full_model_state(engine)
+        state = backend.states.full_model(engine)
         assert {value.dtype for value in state.values()} == ({torch.bfloat16} if rank == 0 else set())
 
 
@@ -371,7 +371,7 @@ def test_checkpointing_that_loses_gradients_trains_nothing_and_says_so(rank: int
         backend.backward(engine(torch.randn(2, 5)).mean())
         assert backend.step(optimizer)
         logging.getLogger("accel_deepspeed").removeHandler(handler)
-        state = backend.full_model_state(engine, main_only=False)
+        state = backend.states.full_model(engine, main_only=False)
         assert torch.equal(state["lost.middle.weight"], before)
         assert rank or any("no rank has a gradient of lost.middle.weight" in one for one in said)
 
@@ -385,7 +385,7 @@ def test_models_are_partitioned_while_they_are_built(rank: int, world_size: int)
         engine, optimizer, _ = prepared(backend, model, momentum(model))
         backend.backward(loss_of(engine, rank, 0))
         assert backend.step(optimizer)
-        assert backend.full_model_state(engine, main_only=False)["0.weight"].shape == (7, 5)
+        assert backend.states.full_model(engine, main_only=False)["0.weight"].shape == (7, 5)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -439,7 +439,7 @@ def test_calls_that_cannot_work_are_refused(rank: int, world_size: int) -> None:
         engine, optimizer, _ = prepared(backend, model, adam(model))
         backend.backward(loss_of(engine, rank, 0))
         with pytest.raises(BackendError, match="gradient_clipping is 1"):
-            backend.clip_grad_norm(engine.parameters(), 0.5)
+            backend.gradients.clip_norm(engine.parameters(), 0.5)
         with pytest.raises(BackendError, match="no closure"):
             backend.step(optimizer, lambda: None)
         with pytest.raises(BackendError, match="retain_graph"):

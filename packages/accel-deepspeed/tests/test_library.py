@@ -26,7 +26,7 @@ class Without(PathFinder):
 
 sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Run, Bundle, load_backend
 from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import BackendError, Session
@@ -34,7 +34,7 @@ from accel_state import BackendError, Session
 with Session.open(cpu=True) as session:
     plugin = DeepSpeedPlugin(zero_stage=3)  # options need no DeepSpeed
     try:
-        load_backend("deepspeed")(session, PrecisionPolicy(), plugin)
+        load_backend("deepspeed")(Run(session, PrecisionPolicy()), plugin)
     except BackendError as error:
         print(error)
 """

@@ -161,7 +161,8 @@ def test_gradients_by_name_have_no_loss_scale(rank: int, strategy: str) -> None:
     if strategy == "ds2":
         beside.model.optimizer.loss_scaler.cur_scale = 8.0
     else:
-        beside.accelerator.backend.scaler = LossScaler(GradScalerKwargs(init_scale=8.0))
+        backend = beside.accelerator.backend
+        backend.loss_scale = backend.gradients.loss_scale = LossScaler(GradScalerKwargs(init_scale=8.0))
     beside.backward(0)
     expected = {name: parameter.grad for name, parameter in beside.reference.named_parameters()}
     for _ in range(2):

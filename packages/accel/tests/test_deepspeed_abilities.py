@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator
+from accel_deepspeed import DeepSpeedBackend
 from accel_state import BackendError, CheckpointError, ConfigError, PrepareError
 from accel_testing import RankPool
 from accel_testing.equivalence.compare import assert_close_state
@@ -177,7 +178,7 @@ def test_ordinary_experts_train_at_stage_3_as_in_one_process(rank: int) -> None:
         tokens = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(step)) + 0.5
         both = torch.cat([tokens[:4], -tokens[4:]])
         step_both(accelerator, (engine, optimizer), (reference, plain), both)
-    state = accelerator.backend.full_model_state(engine, main_only=False)
+    state = accelerator.backend.states.full_model(engine, main_only=False)
     for name, value in reference.named_parameters():
         assert torch.allclose(state[name], value, atol=1e-5), name
     accelerator.free_memory()
@@ -236,12 +237,12 @@ class Wide(nn.Module):
 def test_what_is_built_in_float64_is_not_rounded_silently(rank: int) -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin={"zero_stage": 3})
     words = r"Linear\.weight is built in float64 within building"
-    with pytest.raises(PrepareError, match=words), accelerator.backend.zero_init():
+    with pytest.raises(PrepareError, match=words), accelerator.native(DeepSpeedBackend).zero_init():
         Wide(torch.float64)
     words = r"Linear\.bias is built in float64 within building"
-    with pytest.raises(PrepareError, match=words), accelerator.backend.zero_init():
+    with pytest.raises(PrepareError, match=words), accelerator.native(DeepSpeedBackend).zero_init():
         nn.Linear(2, 2).register_parameter("bias", nn.Parameter(torch.randn(2, dtype=torch.float64) * 2))
-    with accelerator.backend.zero_init():
+    with accelerator.native(DeepSpeedBackend).zero_init():
         model = Wide(torch.float32)
     assert model.wide.weight.ds_shape == (2, 4)
     assert Wide(torch.float64).wide.weight.dtype == torch.float64
@@ -331,7 +332,7 @@ def test_states_on_a_disk_train_as_in_one_process(
     written = [file for file in (tmp_path / "disk").rglob("*") if file.is_file() and file.stat().st_size >= 2**20]
     assert any("optimizer" in str(file) for file in written)
     assert any("param" in str(file) for file in written) == (param == "nvme")
-    state = accelerator.backend.full_model_state(engine, main_only=False)
+    state = accelerator.backend.states.full_model(engine, main_only=False)
     accelerator.free_memory()
     for name, value in reference.named_parameters():
         assert float((state[name] - value).abs().max()) <= bound, name

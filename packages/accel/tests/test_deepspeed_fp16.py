@@ -102,7 +102,7 @@ class Run:
 
     @property
     def scale(self) -> dict[str, Any]:
-        (scale,) = self.accelerator.backend.loss_scales
+        (scale,) = self.accelerator.backend.states.loss_scales
         return {key: scale.state_dict()[key] for key in ("scale", "growth_tracker")}
 
     def end(self) -> dict[str, torch.Tensor]:
@@ -126,12 +126,12 @@ def test_the_loss_scale_and_skipped_steps_go_on_after_a_checkpoint(rank: int, st
         assert first.skipped == [2]
         assert first.scale == {"scale": 512.0, "growth_tracker": 2}
         first.accelerator.save_state(tmp_path / "state")
-        expected, scale, counts = first.train(5, 9), first.scale, first.accelerator.backend.counts()
+        expected, scale, counts = first.train(5, 9), first.scale, first.accelerator.backend.states.counts()
         assert scale["scale"] == 1024.0  # it has grown again
         second = Run(zero(stage), rank)
         second.accelerator.load_state(tmp_path / "state")
         second.train(5, 9)
-        assert (second.scale, second.accelerator.backend.counts()) == (scale, counts)
+        assert (second.scale, second.accelerator.backend.states.counts()) == (scale, counts)
         assert counts[0]["skipped_steps"] == 1
         before, after = expected.end(), second.end()
         if rank == 0:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel_deepspeed import DeepSpeedBackend
 from accel_state import BackendError, ConfigError, ParallelismConfig, PrepareError
 from accel_state.errors import TopologyError
 from accel_testing import RankPool
@@ -109,7 +110,7 @@ def made(accelerator: Accelerator, plan: Plan) -> tuple[nn.Module, Any, Any]:
     """Prepared; the ranks begin with other weights, and those of rank 0 count."""
     torch.manual_seed(accelerator.process_index if not plan.building else 0)
     if plan.building:
-        with accelerator.backend.zero_init():
+        with accelerator.native(DeepSpeedBackend).zero_init():
             model = Net(plan.dropout)
     else:
         model = Net(plan.dropout)
@@ -149,7 +150,7 @@ def train(plan: Plan) -> dict[str, torch.Tensor]:
 
 def whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
     """On every rank."""
-    return accelerator.backend.full_model_state(model, main_only=False)
+    return accelerator.backend.states.full_model(model, main_only=False)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -234,13 +235,13 @@ def test_whole_weights_are_handed_out_and_taken(rank: int, tmp_path: Path, stage
     state = whole(accelerator, model)
     assert_close_state(state, {name: reference[name] for name in state}, rtol=0, atol=0)
     assert tuple(accelerator.unwrap_model(model).blocks[0].down.weight.shape)[-1] != INNER
-    with accelerator.backend.full_parameters(model), torch.no_grad():
+    with accelerator.backend.states.full_parameters(model), torch.no_grad():
         for name, parameter in accelerator.unwrap_model(model).named_parameters():
             assert torch.equal(parameter, reference[name])
             parameter.add_(1.0)
     changed = {name: reference[name] + (name != "scale") for name in state}
     assert_close_state(whole(accelerator, model), changed, rtol=0, atol=0)
-    with accelerator.backend.full_parameters(model, writeback=False), torch.no_grad():
+    with accelerator.backend.states.full_parameters(model, writeback=False), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.0)
     accelerator.save_model(model, str(tmp_path / f"model{rank}"))
@@ -280,7 +281,7 @@ def test_folders_of_deepspeed_hold_parts(rank: int, tmp_path: Path) -> None:
     accelerator.export_deepspeed(box[0])
     before = whole(accelerator, model)
     for read in (model.load_checkpoint, accelerator.import_deepspeed):
-        with accelerator.backend.full_parameters(model), torch.no_grad():
+        with accelerator.backend.states.full_parameters(model), torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         assert any(bool((value == 0).all()) for value in whole(accelerator, model).values())

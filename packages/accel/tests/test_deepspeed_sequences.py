@@ -39,7 +39,7 @@ class Language(nn.Module):
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.mix, self.out, self.guess = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.attend = accelerator.backend.sequence_attention(causal)
+        self.attend = accelerator.backend.layout.sequence_attention(causal)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
         x = self.words(input_ids) + self.places(position_ids)
@@ -186,7 +186,7 @@ def test_what_would_attend_to_a_part_only_is_refused(rank: int) -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin={}, parallelism_config=ParallelismConfig(sp_size=2))
     with pytest.raises(PrepareError, match="nothing in this Linear attends over the parts"):
         accelerator.prepare_model(nn.Linear(2, 2))
-    attend = accelerator.backend.sequence_attention(causal)
+    attend = accelerator.backend.layout.sequence_attention(causal)
     query, key = torch.zeros(1, 2, 4, 2), torch.zeros(1, 2, 3, 2)
     with pytest.raises(BackendError, match="3 key heads do not divide among the 2 ranks"):
         attend(query, key, key)

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel_backends import XLABackend
 from accel_state import Topology
 from accel_testing.equivalence.equivalence import assert_equivalent
 from accel_testing.equivalence.models import SyntheticData, TinyMLP
@@ -65,7 +66,7 @@ def test_training_equals_one_process_on_the_cpu(layouts, program):
 
 def trained(hidden, *, shard=False, count=91, epochs=2, even=True, precision="no", watch=None):
     """Losses, outputs gathered for metrics and the parts, after epochs whose last batch is short."""
-    from accel_backends.xla.backend import XLAConfig
+    from accel_backends.xla.config import XLAConfig
     from accel_data import LoaderOptions
 
     accelerator = Accelerator(
@@ -125,7 +126,7 @@ def test_an_epoch_that_ends_short_compiles_nothing_anew(on_devices, shard, hidde
     def body():
         said = records("accel_backends.xla.compilations")
         losses, rows, accelerator, model, _ = trained(hidden, shard=shard)
-        return losses, rows, accelerator.backend.watch, said, accelerator.get_state_dict(model)
+        return losses, rows, accelerator.native(XLABackend).watch, said, accelerator.get_state_dict(model)
 
     losses, rows, watch, said, state = on_devices(4, body)
     expected, model = plain(hidden)
@@ -140,7 +141,7 @@ def test_a_late_compilation_is_reported_with_its_step(on_devices):
     def body():
         said = records("accel_backends.xla.compilations")
         _, _, accelerator, _, _ = trained(28, epochs=1, even=False)
-        return accelerator.backend.watch.late, said
+        return accelerator.native(XLABackend).watch.late, said
 
     late, said = on_devices(1, body)
     assert late >= 1
@@ -167,7 +168,8 @@ def test_a_late_compilation_in_a_micro_batch_is_reported_too(on_devices):
                 rates.step()
                 optimizer.zero_grad()
         accelerator.end_training()
-        return accelerator.backend.watch.steps, accelerator.backend.watch.late, said
+        watch = accelerator.native(XLABackend).watch
+        return watch.steps, watch.late, said
 
     steps, late, said = on_devices(1, body)
     assert (steps, late) == (6, 1)
@@ -184,7 +186,11 @@ def test_parameters_states_and_rows_of_batches_are_spread_over_the_devices(on_de
             32, shard=True, epochs=1, watch=lambda accelerator, model, batch: batches.extend(map(spec, batch))
         )
         moments = [optimizer.optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
-        return accelerator.backend.num_devices, [spec(one) for one in [*model.parameters(), *moments]], batches
+        return (
+            accelerator.native(XLABackend).num_devices,
+            [spec(one) for one in [*model.parameters(), *moments]],
+            batches,
+        )
 
     count, specs, batches = on_devices(4, body)
     assert count == 4
@@ -250,7 +256,7 @@ def test_bf16_computes_in_bf16_with_parameters_and_outputs_as_they_were(on_devic
             optimizer.zero_grad()
         kept = {output.dtype} | {parameter.dtype for parameter in model.parameters()}
         accelerator.end_training()
-        return set(computed), kept, accelerator.backend.watch.late
+        return set(computed), kept, accelerator.native(XLABackend).watch.late
 
     assert on_devices(4, body) == ({torch.bfloat16}, {torch.float32}, 0)
 
@@ -261,7 +267,7 @@ def test_parameters_can_be_bf16_themselves(on_devices, shard):
         losses, _, accelerator, model, optimizer = trained(44, shard=shard, precision="bf16-true")
         states = [value for state in optimizer.optimizer.state.values() for value in state.values()]
         dtypes = {one.dtype for one in [*model.parameters(), *(value for value in states if value.dim())]}
-        return losses, dtypes, accelerator.backend.watch.late, accelerator.get_state_dict(model)
+        return losses, dtypes, accelerator.native(XLABackend).watch.late, accelerator.get_state_dict(model)
 
     losses, dtypes, late, state = on_devices(4, body)
     expected, model = plain(44)
@@ -277,7 +283,7 @@ def test_parameters_can_be_bf16_themselves(on_devices, shard):
 @pytest.mark.parametrize("shard", [False, True])
 def test_gradients_are_clipped_as_on_the_cpu(on_devices, shard):
     def clipped(cpu):
-        from accel_backends.xla.backend import XLAConfig
+        from accel_backends.xla.config import XLAConfig
 
         accelerator = Accelerator(cpu=cpu, strategy=None if cpu else XLAConfig(shard_parameters=shard))
         torch.manual_seed(0)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, notebook_launcher
+from accel_backends import XLABackend
 from accel_state import ConfigError
 from accel_testing.equivalence.models import SyntheticData, TinyMLP
 from accel_testing.equivalence.programs import adamw
@@ -27,6 +28,7 @@ SCRIPT = """
 import os
 import torch
 from accel import Accelerator
+from accel_backends import XLABackend
 
 accelerator = Accelerator()
 model = torch.nn.Linear(4, 4)
@@ -35,7 +37,7 @@ accelerator.backward(model(torch.ones(8, 4, device=accelerator.device)).sum())
 optimizer.step()
 print(
     accelerator.device.type,
-    accelerator.backend.num_devices,
+    accelerator.native(XLABackend).num_devices,
     accelerator.num_processes,
     accelerator.mixed_precision,
     next(model.parameters()).dtype,
@@ -132,6 +134,7 @@ SHARDED = """
 import torch
 from torch.utils.data import DataLoader
 from accel import Accelerator
+from accel_backends import XLABackend
 from accel_testing.equivalence.models import SyntheticData, TinyMLP
 from accel_testing.equivalence.programs import adamw
 
@@ -151,7 +154,7 @@ import torch_xla
 
 specs = {torch_xla._XLAC._get_xla_sharding_spec(one) for one in model.parameters()}
 assert all("devices=[" in one and "replicated" not in one for one in specs), specs
-assert accelerator.distributed_type == "XLA" and accelerator.backend.watch.late == 0
+assert accelerator.distributed_type == "XLA" and accelerator.native(XLABackend).watch.late == 0
 accelerator.save_model(model, "trained")
 accelerator.end_training()
 """
@@ -182,7 +185,12 @@ def test_a_notebook_on_a_tpu_trains_in_its_own_process(on_devices):
     def body():
         def train(number):
             accelerator = Accelerator()
-            found = accelerator.device.type, accelerator.backend.num_devices, accelerator.mixed_precision, number
+            found = (
+                accelerator.device.type,
+                accelerator.native(XLABackend).num_devices,
+                accelerator.mixed_precision,
+                number,
+            )
             accelerator.end_training()
             return found, os.getpid()
 

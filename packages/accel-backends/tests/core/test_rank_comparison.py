@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Bundle, Run, load_backend
 from accel_backends.fsdp.unreduced_gradients import parameter_groups
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
@@ -40,7 +40,7 @@ def test_the_first_difference_is_named_on_every_rank(rank: int, name: str, case:
     if name == "deepspeed" and case in ("dtype", "name"):
         pytest.skip("it refuses fp64, and parameters without an optimizer, before it compares")
     model, optimizer = made(case if rank else "")
-    backend = load_backend(name)(Session.open(cpu=True), PrecisionPolicy.parse("no"))
+    backend = load_backend(name)(Run(Session.open(cpu=True), PrecisionPolicy.parse("no")))
     with pytest.raises(PrepareError, match=f"ranks prepare different models.*: {CASES[case]}"):
         backend.prepare(Bundle([model], [optimizer]))
     backend.close()

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from accel_backends import (
-    Backend,
     BackendConfig,
     Bundle,
     Capabilities,
+    ModuleBackend,
+    Run,
     installed_backends,
     load_backend,
     select_backend,
@@ -27,14 +28,14 @@ class CopyingConfig(BackendConfig):
 
 
 @final
-class CopyingBackend(Backend):
+class CopyingBackend(ModuleBackend):
     """Replaces every parameter by a copy, as sharding does."""
 
     name: ClassVar[str] = "copying"
     Config: ClassVar[type[BackendConfig]] = CopyingConfig
     capabilities: ClassVar[Capabilities] = Capabilities(precisions=frozenset({"no", "bf16"}), several_models=False)
 
-    def prepare_model(self, model):
+    def wrap(self, model):
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
                 del module._parameters[name]
@@ -60,16 +61,16 @@ def trained():
 def test_optimizers_and_their_state_follow_replaced_parameters(session):
     model, optimizer = trained()
     reference, other = trained()
-    backend = CopyingBackend(session, PrecisionPolicy())
+    backend = CopyingBackend(Run(session, PrecisionPolicy()))
     model = backend.prepare(Bundle([model], [optimizer])).models[0]
     assert optimizer.param_groups[0]["params"][0] is model.weight
     backend.backward(model(torch.ones(1, 3)).sum())
-    backend.clip_grad_norm(model.parameters(), 10.0)
+    backend.gradients.clip_norm(model.parameters(), 10.0)
     backend.step(optimizer)
     reference(torch.ones(1, 3)).sum().backward()
     other.step()
     assert torch.equal(model.weight, reference.weight)
-    assert set(backend.optimizer_state(optimizer, [model])["state"]) == {"weight", "bias"}
+    assert set(backend.states.optimizer(optimizer, [model])["state"]) == {"weight", "bias"}
 
 
 def test_parameters_that_vanish_are_named(session):
@@ -77,7 +78,9 @@ def test_parameters_that_vanish_are_named(session):
     with pytest.raises(
         PrepareError, match="no longer has bias, weight, which Adam updates; it has new_weight, new_bias"
     ):
-        CopyingBackend(session, PrecisionPolicy(), CopyingConfig(rename=True)).prepare(Bundle([model], [optimizer]))
+        CopyingBackend(Run(session, PrecisionPolicy()), CopyingConfig(rename=True)).prepare(
+            Bundle([model], [optimizer])
+        )
 
 
 @pytest.mark.parametrize(("precision", "nearest"), [("fp16", "bf16"), ("bf16-true", "bf16"), ("fp64", "bf16")])
@@ -85,12 +88,12 @@ def test_what_it_cannot_do_is_refused_when_it_is_opened(session, precision, near
     with pytest.raises(
         BackendError, match=f"'copying' does not carry out precision .*nearest that it does: '{nearest}'"
     ):
-        CopyingBackend(session, PrecisionPolicy.parse(precision))
+        CopyingBackend(Run(session, PrecisionPolicy.parse(precision)))
 
 
 def test_several_models_in_one_call_are_refused_by_a_backend_that_takes_one(session):
     with pytest.raises(PrepareError, match="prepares one model in a call, and got 2"):
-        CopyingBackend(session, PrecisionPolicy()).prepare(Bundle([nn.Linear(1, 1), nn.Linear(1, 1)]))
+        CopyingBackend(Run(session, PrecisionPolicy())).prepare(Bundle([nn.Linear(1, 1), nn.Linear(1, 1)]))
 
 
 def test_its_options_choose_it():
@@ -108,8 +111,8 @@ def installed(tmp_path, monkeypatch):
         "[accel.backends]\nown = somebody_own:Own\nbroken = somebody_missing:Broken\n"
     )
     (tmp_path / "somebody_own.py").write_text(
-        "from accel_backends import Backend\n"
-        "class Own(Backend):\n    name = 'own'\n    def prepare_model(self, model):\n        return model\n"
+        "from accel_backends import ModuleBackend\n"
+        "class Own(ModuleBackend):\n    name = 'own'\n    def wrap(self, model):\n        return model\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_backends import Bundle, DDPBackend, DDPConfig
+from accel_backends import Bundle, DDPBackend, DDPConfig, Run
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, ConfigError, PrepareError, Session
 
 
 def backend(precision="no", config=None):
-    return DDPBackend(Session.open(device="cpu"), PrecisionPolicy.parse(precision, device_type="cpu"), config)
+    return DDPBackend(Run(Session.open(device="cpu"), PrecisionPolicy.parse(precision, device_type="cpu")), config)
 
 
 def net(seed=0, dtype=torch.float32):
@@ -62,7 +62,7 @@ def test_gradients_are_means_over_ranks(rank, world_size):
     ddp.backward(model(data(rank, world_size)).square().mean())
     reference = net()
     reference(data(0, 1, rows=8)).square().mean().backward()
-    assert ddp.gradient_average == world_size
+    assert ddp.gradients.ranks == world_size
     for own, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad)
 
@@ -79,10 +79,10 @@ def test_models_for_evaluation_stay_bare():
 
 
 def test_one_process_needs_no_wrapper(session):
-    alone = DDPBackend(session, PrecisionPolicy())
+    alone = DDPBackend(Run(session, PrecisionPolicy()))
     model = net()
     assert alone.prepare(Bundle([model])).models == [model]
-    assert alone.gradient_average == 1
+    assert alone.gradients.ranks == 1
 
 
 @pytest.mark.ranks(2)
@@ -137,7 +137,7 @@ def test_compiled_models_synchronise_and_unwrap(rank, world_size):
     kept = ddp.unwrap(model)
     assert kept._orig_mod is inner
     assert ddp.unwrap(kept) is kept
-    assert list(ddp.model_state(model)) == list(net().state_dict())
+    assert list(ddp.states.model(model)) == list(net().state_dict())
     torch._dynamo.reset()
 
 
@@ -151,15 +151,17 @@ def test_overflow_on_one_rank_skips_on_all_and_halves_the_scale_once(rank, world
     ddp.backward(model(data(rank, world_size)).square().mean())
     loose.grad = torch.tensor([math.inf if rank == 1 else 1.0])
     assert ddp.step(optimizer) is False
-    ddp.update_scaler()
-    assert ddp.scaler.current == 32768.0
+    if ddp.loss_scale is not None:
+        ddp.loss_scale.update()
+    assert ddp.loss_scale.current == 32768.0
     assert torch.equal(before, flat(model))
     ddp.zero_grad(optimizer)
     ddp.backward(model(data(rank, world_size)).square().mean())
     loose.grad = torch.tensor([1.0])
     assert ddp.step(optimizer) is True
-    ddp.update_scaler()
-    assert ddp.scaler.current == 32768.0
+    if ddp.loss_scale is not None:
+        ddp.loss_scale.update()
+    assert ddp.loss_scale.current == 32768.0
     assert torch.equal(*everywhere(flat(model)))
 
 
@@ -190,7 +192,7 @@ def test_twenty_steps_equal_one_process_at_the_same_global_batch(
                 share = batch[rank * 4 : (rank + 1) * 4]
                 ddp.backward(model(share).square().mean(), scale=1 / accumulate)
             (reference(batch).square().mean() / accumulate).backward()
-        norm = ddp.clip_grad_norm(model.parameters(), 0.05)
+        norm = ddp.gradients.clip_norm(model.parameters(), 0.05)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
         assert float((norm - expected).abs() / expected) <= bound
         for optimizer in (own, other):
@@ -216,7 +218,8 @@ def test_four_ranks_equal_one_process(rank, world_size, precision):
         share = batch[rank * 2 : (rank + 1) * 2].to(next(model.parameters()).dtype)
         ddp.backward(model(share).square().mean())
         assert ddp.step(optimizer)
-        ddp.update_scaler()
+        if ddp.loss_scale is not None:
+            ddp.loss_scale.update()
         reference(batch).square().mean().backward()
         other.step()
         for each in (optimizer, other):
@@ -261,7 +264,8 @@ def test_lower_precisions_stay_within_their_bound_of_one_process(rank, world_siz
         batch = torch.randn(4 * world_size, 4, generator=draw)
         ddp.backward(model(batch[rank * 4 : (rank + 1) * 4]).float().square().mean())
         assert ddp.step(optimizer)
-        ddp.update_scaler()
+        if ddp.loss_scale is not None:
+            ddp.loss_scale.update()
         reference(batch).square().mean().backward()
         other.step()
         for each in (optimizer, other):
@@ -282,10 +286,11 @@ def test_ranks_that_ran_out_go_on_with_the_others_state(rank, world_size, batche
     def step():
         ddp.backward(model(data(rank, world_size)).square().mean())
         assert ddp.step(optimizer)
-        ddp.update_scaler()
+        if ddp.loss_scale is not None:
+            ddp.loss_scale.update()
         ddp.zero_grad(optimizer)
 
-    with ddp.join([model]):
+    with ddp.gradients.join([model]):
         for _ in range(batches[rank]):
             step()
     assert torch.equal(*everywhere(flat(model)))
@@ -293,7 +298,7 @@ def test_ranks_that_ran_out_go_on_with_the_others_state(rank, world_size, batche
         step()
         assert torch.equal(*everywhere(flat(model)))
     if precision == "fp16":
-        steps = torch.tensor([ddp.scaler.state_dict()["growth_tracker"]])
+        steps = torch.tensor([ddp.loss_scale.state_dict()["growth_tracker"]])
         assert everywhere(steps)[0] == everywhere(steps)[1] == max(batches) + 2
 
 
@@ -301,10 +306,10 @@ def test_ranks_that_ran_out_go_on_with_the_others_state(rank, world_size, batche
 def test_join_can_be_switched_off(rank):
     ddp = backend()
     model, _ = prepared(ddp)
-    with ddp.join([model], enable=False):
+    with ddp.gradients.join([model], enable=False):
         model(data(rank))
         assert not model._join_config.enable
-    with ddp.join([model], enable=True):
+    with ddp.gradients.join([model], enable=True):
         assert model._join_config.enable
 
 
@@ -314,7 +319,7 @@ def test_parameters_are_averaged_over_ranks(rank):
     model, _ = prepared(ddp)
     with torch.no_grad():
         model.module[0].weight.fill_(float(rank))
-    ddp.average_parameters(model)
+    ddp.gradients.average_parameters(model)
     assert float(model.module[0].weight.detach().mean()) == 0.5
 
 
@@ -324,12 +329,12 @@ def test_states_are_those_of_the_bare_model(rank, world_size):
     model, optimizer = prepared(ddp)
     ddp.backward(model(data(rank, world_size)).square().mean())
     ddp.step(optimizer)
-    assert list(ddp.model_state(model)) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    state = ddp.optimizer_state(optimizer, [model])
+    assert list(ddp.states.model(model)) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    state = ddp.states.optimizer(optimizer, [model])
     assert list(state["state"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     again, other = prepared(ddp, net(seed=5))
-    ddp.load_model_state(again, ddp.model_state(model))
-    ddp.load_optimizer_state(other, [again], state)
+    ddp.states.load_model(again, ddp.states.model(model))
+    ddp.states.load_optimizer(other, [again], state)
     assert torch.equal(flat(again), flat(model))
 
 
@@ -397,9 +402,9 @@ def test_buffers_are_settled_before_a_state_is_taken(rank, sync):
     ddp = backend(config=DDPConfig(broadcast_buffers=sync))
     model, _ = prepared(ddp, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     model(data(rank, 2))
-    mean = ddp.model_state(model)["1.running_mean"]
+    mean = ddp.states.model(model)["1.running_mean"]
     assert not torch.equal(*everywhere(mean))
-    ddp.sync_buffers([model])
+    ddp.states.sync_buffers([model])
     assert torch.equal(*everywhere(mean)) is sync
 
 

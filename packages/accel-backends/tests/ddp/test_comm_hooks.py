@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_backends import Bundle, DDPBackend, DDPCommunicationHookType, DDPConfig
+from accel_backends import Bundle, DDPBackend, DDPCommunicationHookType, DDPConfig, Run
 from accel_precision import PrecisionPolicy
 from accel_state import ConfigError, Session
 
@@ -26,7 +26,7 @@ def net(dtype=torch.float32):
 
 
 def prepared(config=None, precision="no", model=None):
-    ddp = DDPBackend(Session.open(device="cpu"), PrecisionPolicy.parse(precision, device_type="cpu"), config)
+    ddp = DDPBackend(Run(Session.open(device="cpu"), PrecisionPolicy.parse(precision, device_type="cpu")), config)
     model = net() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return ddp, ddp.prepare(Bundle([model], [optimizer])).models[0], optimizer

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_backends import Bundle, DDPBackend, DDPConfig
+from accel_backends import Bundle, DDPBackend, DDPConfig, Run
 from accel_precision import PrecisionPolicy
 from accel_state import BackendError, Session
 
@@ -52,7 +52,7 @@ def make() -> Blocks:
 
 def opened(**options: Any) -> DDPBackend:
     policy = PrecisionPolicy.parse("no", device_type="cpu")
-    return DDPBackend(Session.open(device="cpu"), policy, DDPConfig(**options))
+    return DDPBackend(Run(Session.open(device="cpu"), policy), DDPConfig(**options))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -197,7 +197,7 @@ def test_a_sparse_embedding_that_one_rank_does_not_use_trains_as_in_one_process(
 @pytest.mark.ranks(2)
 def test_a_second_backward_of_one_forward_is_refused_within_a_join(rank: int) -> None:
     ddp, model, *_ = prepared()
-    with ddp.join([model]):
+    with ddp.gradients.join([model]):
         output = model(rows(0, 0)[rank], (0, 1, 2))
         ddp.backward(output.mean(), retain_graph=True)
         with pytest.raises(BackendError, match="add the losses up"):

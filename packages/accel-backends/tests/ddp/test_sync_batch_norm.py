@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, DDPBackend, DDPConfig, SyncBatchNorm, convert_sync_batch_norm
+from accel_backends import Bundle, DDPBackend, DDPConfig, Run, SyncBatchNorm, convert_sync_batch_norm
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 
@@ -20,7 +20,7 @@ def net(momentum=0.1):
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_training_equals_ordinary_batch_norm_on_the_whole_batch(rank, world_size, momentum):
     """Bound: 1e-10 of weights and running statistics after 5 steps in fp64."""
-    ddp = DDPBackend(Session.open(device="cpu"), PrecisionPolicy(), DDPConfig(sync_batch_norm=True))
+    ddp = DDPBackend(Run(Session.open(device="cpu"), PrecisionPolicy()), DDPConfig(sync_batch_norm=True))
     model = net(momentum)
     reference = copy.deepcopy(model)
     own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -34,7 +34,7 @@ def test_training_equals_ordinary_batch_norm_on_the_whole_batch(rank, world_size
         for optimizer in (own, other):
             optimizer.step()
             optimizer.zero_grad()
-    state = ddp.model_state(model)
+    state = ddp.states.model(model)
     for name, expected in reference.state_dict().items():
         torch.testing.assert_close(state[name], expected, rtol=1e-10, atol=1e-12)
     model.eval()

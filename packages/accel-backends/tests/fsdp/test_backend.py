@@ -8,7 +8,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from accel_backends import Bundle, FSDPBackend, FSDPConfig, TorchDynamoPlugin
+from accel_backends import Bundle, FSDPBackend, FSDPConfig, Run, TorchDynamoPlugin
 from accel_backends.fsdp.unreduced_gradients import parameter_groups
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, BackendError, ConfigError, PrepareError, Session
@@ -46,7 +46,7 @@ def reference(kind: str = "adamw", steps: int = STEPS, clip: float | None = None
 
 def open_backend(precision: str = "no", **options: Any) -> FSDPBackend:
     session = Session.open(cpu=True)
-    return FSDPBackend(session, PrecisionPolicy.parse(precision, device_type="cpu"), FSDPConfig(**options))
+    return FSDPBackend(Run(session, PrecisionPolicy.parse(precision, device_type="cpu")), FSDPConfig(**options))
 
 
 def train(
@@ -69,13 +69,13 @@ def train(
             else:
                 backend.backward(loss_of(model, mine), scale=1 / micro)
         if clip is not None:
-            backend.clip_grad_norm(model.parameters(), clip)
+            backend.gradients.clip_norm(model.parameters(), clip)
         backend.step(optimizer)
         optimizer.zero_grad()
 
 
 def assert_trained(backend: FSDPBackend, model: nn.Module, expected: nn.Module, rtol: float = 1e-10) -> None:
-    state = backend.full_model_state(model, main_only=False)
+    state = backend.states.full_model(model, main_only=False)
     for name, value in expected.named_parameters():
         distance = float((state[name] - value.detach()).abs().max())
         assert distance <= rtol * float(value.detach().abs().max()), f"{name} is {distance:.1e} away"
@@ -156,7 +156,7 @@ def test_a_parameter_without_dimension_is_averaged_whole(rank: int) -> None:
         with backend.no_sync(model):
             backend.backward(model(first).square().mean(), scale=0.5)
         backend.backward(model(second).square().mean(), scale=0.5)
-        backend.clip_grad_norm(model.parameters(), 0.5)
+        backend.gradients.clip_norm(model.parameters(), 0.5)
         backend.step(optimizer)
         optimizer.zero_grad()
         expected(x).square().mean().backward()
@@ -173,11 +173,11 @@ def test_frozen_parameters_and_several_models_are_fine(rank: int) -> None:
     frozen, other = WithFrozen(), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (frozen, other)]
     backend.prepare(Bundle([frozen, other], optimizers))
-    before = backend.full_model_state(frozen, main_only=False)
+    before = backend.states.full_model(frozen, main_only=False)
     backend.backward(other(frozen(torch.ones(2, 8))).square().mean())
     for optimizer in optimizers:
         assert backend.step(optimizer)
-    after = backend.full_model_state(frozen, main_only=False)
+    after = backend.states.full_model(frozen, main_only=False)
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed == {"trained.weight", "trained.bias"}
 
@@ -224,9 +224,10 @@ def test_overflow_on_one_rank_skips_the_step_on_all(rank: int) -> None:
     backend.prepare(Bundle([model], [optimizer]))
     backend.backward(model(torch.ones(2, 8)).mean() * (1e38 if rank else 1.0))
     assert not backend.step(optimizer)
-    backend.update_scaler()
-    assert backend.scaler is not None
-    assert backend.scaler.current == 32768.0
+    if backend.loss_scale is not None:
+        backend.loss_scale.update()
+    assert backend.loss_scale is not None
+    assert backend.loss_scale.current == 32768.0
 
 
 @pytest.mark.ranks(2)
@@ -240,7 +241,7 @@ def test_a_forward_without_backward_leaves_no_stale_weights() -> None:
         before = loss_of(model, tokens(0))
         backend.step(optimizer)
         assert loss_of(model, tokens(0)) < before
-    assert set(backend.optimizer_state(optimizer, [model])["param_groups"][0]["params"]) >= {"norm.weight"}
+    assert set(backend.states.optimizer(optimizer, [model])["param_groups"][0]["params"]) >= {"norm.weight"}
 
 
 @pytest.mark.ranks(2)
@@ -249,15 +250,15 @@ def test_whole_parameters_can_be_read_and_changed(options: dict[str, Any]) -> No
     backend = open_backend(**options)
     model, expected = make_model("transformer"), make_model("transformer")
     backend.prepare(Bundle([model]))
-    with backend.full_parameters(model):
+    with backend.states.full_parameters(model):
         assert model.head.weight is model.embedding.weight
         for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(mine, other)
         with torch.no_grad():
             model.norm.bias.fill_(3.0)
-    with backend.full_parameters(model, writeback=False), torch.no_grad():
+    with backend.states.full_parameters(model, writeback=False), torch.no_grad():
         model.norm.bias.fill_(4.0)
-    assert bool((backend.full_model_state(model, main_only=False)["norm.bias"] == 3.0).all())
+    assert bool((backend.states.full_model(model, main_only=False)["norm.bias"] == 3.0).all())
 
 
 @pytest.mark.ranks(2)
@@ -265,13 +266,13 @@ def test_a_whole_state_is_the_main_ranks_and_loads_everywhere(rank: int) -> None
     backend = open_backend()
     model = make_model("transformer", seed=4)
     backend.prepare(Bundle([model]))
-    assert bool(backend.full_model_state(model)) == (rank == 0)
+    assert bool(backend.states.full_model(model)) == (rank == 0)
     other = make_model("transformer", seed=5)
-    backend.load_model_state(model, dict(other.named_parameters()))
+    backend.states.load_model(model, dict(other.named_parameters()))
     assert_trained(backend, model, other, rtol=0.0)
     other = make_model("transformer", seed=6)
     assert {"embedding.weight", "head.weight"} <= set(other.state_dict()), "one tensor under two names"
-    backend.load_model_state(model, other.state_dict())
+    backend.states.load_model(model, other.state_dict())
     assert_trained(backend, model, other, rtol=0.0)
 
 
@@ -320,7 +321,7 @@ def compile_and_compare(regional: bool, checkpointing: bool) -> None:
     compiled = backend.compile(model, TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional))
     torch.testing.assert_close(compiled(tokens(0)), expected(tokens(0)))
     assert counters["stats"]["unique_graphs"] == 1  # the blocks share one
-    assert set(backend.model_state(compiled)) == set(expected.state_dict()) - {"head.weight"}
+    assert set(backend.states.model(compiled)) == set(expected.state_dict()) - {"head.weight"}
     assert backend.unwrap(compiled, keep_torch_compile=False) is model
     torch._dynamo.reset()
 
@@ -452,8 +453,8 @@ def test_a_whole_state_goes_where_its_options_say(rank: int, options: dict[str, 
     backend.prepare(Bundle([model], [optimizer]))
     backend.backward(model(torch.ones(2, 8)).mean())
     backend.step(optimizer)
-    assert bool(backend.full_model_state(model)) == (everywhere or rank == 0)
-    whole = backend.full_optimizer_state(optimizer, [model])
+    assert bool(backend.states.full_model(model)) == (everywhere or rank == 0)
+    whole = backend.states.full_optimizer(optimizer, [model])
     assert bool(whole) == (everywhere or rank == 0)
     if whole:
         assert whole["state"]["first.weight"]["exp_avg"].shape == (16, 8)
@@ -468,7 +469,7 @@ def test_nothing_is_reduced_until_the_last_micro_batch() -> None:
     with backend.no_sync(model):
         backend.backward(model(tokens(0)).mean())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert set(backend.unreduced_gradients(model)) == {name for name, _ in model.named_parameters()}
+    assert set(backend.gradients.unreduced(model)) == {name for name, _ in model.named_parameters()}
     backend.backward(model(tokens(1)).mean())
     assert all(type(parameter.grad).__name__ == "DTensor" for parameter in model.parameters())
 
@@ -479,8 +480,8 @@ def test_ranks_with_different_numbers_of_batches_are_refused() -> None:
     model = make_model("mlp")
     backend.prepare(Bundle([model]))
     with pytest.raises(BackendError, match=r"join: with backend 'fsdp' every rank.*nearest: even_batches=True"):
-        backend.join([model])
-    with backend.join([model], enable=False):
+        backend.gradients.join([model])
+    with backend.gradients.join([model], enable=False):
         pass
 
 
@@ -525,8 +526,8 @@ def test_shards_that_lie_in_their_place_are_not_copied_onto_themselves(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = open_backend()
-    model = backend.prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    held = backend.model_state(model)
+    model = backend.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    held = backend.states.model(model)
     loaded: list[nn.Module] = []
     original = nn.Module._load_from_state_dict
 
@@ -535,7 +536,7 @@ def test_shards_that_lie_in_their_place_are_not_copied_onto_themselves(
         original(self, *arguments)
 
     monkeypatch.setattr(nn.Module, "_load_from_state_dict", noted)
-    backend.load_model_state(model, held)
+    backend.states.load_model(model, held)
     assert loaded == []
-    backend.load_model_state(model, {name: torch.full(tuple(value.shape), 3.0) for name, value in held.items()})
-    assert all(bool(value.to_local().eq(3).all()) for value in backend.model_state(model).values())
+    backend.states.load_model(model, {name: torch.full(tuple(value.shape), 3.0) for name, value in held.items()})
+    assert all(bool(value.to_local().eq(3).all()) for value in backend.states.model(model).values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, FSDPBackend, FSDPConfig
+from accel_backends import Bundle, FSDPBackend, FSDPConfig, Run
 from accel_precision import AORecipeKwargs, PrecisionPolicy
 from accel_state import Session
 
@@ -47,7 +47,7 @@ def prepared(gather: bool | None = None, **options: Any) -> tuple[FSDPBackend, n
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     policy = PrecisionPolicy.parse("fp8", device_type="cpu", fp8=AORecipeKwargs(enable_fsdp_float8_all_gather=gather))
-    backend = FSDPBackend(Session.open(cpu=True), policy, FSDPConfig(**options))
+    backend = FSDPBackend(Run(Session.open(cpu=True), policy), FSDPConfig(**options))
     backend.prepare(Bundle([model], [optimizer]))
     return backend, model, optimizer
 
@@ -133,7 +133,7 @@ def scales(model: nn.Module) -> list[Any]:
 
 def expected_scales(backend: FSDPBackend, model: nn.Module) -> list[float]:
     """The largest number of e4m3 over the largest of the weight."""
-    state = backend.full_model_state(model, main_only=False)
+    state = backend.states.full_model(model, main_only=False)
     largest = torch.finfo(torch.float8_e4m3fn).max
     return [largest / float(value.abs().max()) for name, value in state.items() if "up" in name]
 
@@ -151,10 +151,10 @@ def test_scales_are_known_after_a_step_and_forgotten_with_the_values_they_fit() 
         changed = model(x)
         assert scales(model) == [None] * LAYERS
         other_backend, other, _ = prepared()
-        other_backend.load_model_state(other, backend.full_model_state(model, main_only=False))
+        other_backend.states.load_model(other, backend.states.full_model(model, main_only=False))
         torch.testing.assert_close(changed, other(x))
     train(backend, model, optimizer, steps=1)
-    backend.load_model_state(model, other_backend.full_model_state(other, main_only=False))
+    backend.states.load_model(model, other_backend.states.full_model(other, main_only=False))
     with torch.no_grad():
         torch.testing.assert_close(model(x), changed)
     train(backend, model, optimizer, steps=1)

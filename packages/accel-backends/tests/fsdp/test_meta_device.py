@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, FSDPBackend, FSDPConfig
+from accel_backends import Bundle, FSDPBackend, FSDPConfig, Run
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, Session
 from accel_testing.equivalence.models import TinyTransformer, WithBuffers, make_model
 
 
 def open_backend(**options: Any) -> FSDPBackend:
-    return FSDPBackend(Session.open(cpu=True), PrecisionPolicy(), FSDPConfig(**options))
+    return FSDPBackend(Run(Session.open(cpu=True), PrecisionPolicy()), FSDPConfig(**options))
 
 
 def whole(backend: FSDPBackend, model: nn.Module) -> dict[str, torch.Tensor]:
-    return backend.full_model_state(model, main_only=False)
+    return backend.states.full_model(model, main_only=False)
 
 
 def on_meta() -> nn.Module:

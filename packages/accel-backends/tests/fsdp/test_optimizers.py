@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, FSDPConfig, load_backend
+from accel_backends import Bundle, FSDPConfig, Run, load_backend
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 
@@ -41,7 +41,7 @@ def made(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def prepared(version: int, kind: str) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     config = FSDPConfig(fsdp_version=version)
-    backend = load_backend(config.backend)(Session.open(cpu=True), PrecisionPolicy.parse("no"), config)
+    backend = load_backend(config.backend)(Run(Session.open(cpu=True), PrecisionPolicy.parse("no")), config)
     model = matrices()
     optimizer = made(kind, model)
     return backend, backend.prepare(Bundle([model], [optimizer])).models[0], optimizer
@@ -60,7 +60,7 @@ def test_an_optimizer_steps_on_shards_as_on_whole_parameters(rank: int, version:
     train(expected, stepping, torch.Tensor.backward, lambda one, closure: one.step(closure), part=slice(None))
     backend, model, optimizer = prepared(version, kind)
     train(model, optimizer, backend.backward, backend.step, part=slice(4 * rank, 4 * rank + 4))
-    state = backend.full_model_state(model, main_only=False)
+    state = backend.states.full_model(model, main_only=False)
     for name, value in expected.named_parameters():
         assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
 
@@ -87,7 +87,7 @@ def test_one_that_needs_whole_parameters_is_refused(version: int, kind: str, nea
 @pytest.mark.parametrize("version", [2, 1])
 def test_one_that_updates_nothing_sharded_is_none_of_the_backends_business(version: int) -> None:
     config = FSDPConfig(fsdp_version=version, ignored_modules="2")
-    backend = load_backend(config.backend)(Session.open(cpu=True), PrecisionPolicy.parse("no"), config)
+    backend = load_backend(config.backend)(Run(Session.open(cpu=True), PrecisionPolicy.parse("no")), config)
     model = matrices()
     optimizer = torch.optim.Adafactor(model.get_submodule("2").parameters())
     model = backend.prepare(Bundle([model], [optimizer])).models[0]
@@ -101,6 +101,6 @@ def test_what_the_user_has_sharded_is_looked_at_as_well() -> None:
 
     model = matrices()
     fully_shard(model)
-    backend = load_backend("fsdp")(Session.open(cpu=True), PrecisionPolicy.parse("no"), FSDPConfig())
+    backend = load_backend("fsdp")(Run(Session.open(cpu=True), PrecisionPolicy.parse("no")), FSDPConfig())
     with pytest.raises(PrepareError, match="Adafactor looks at full parameters"):
         backend.prepare(Bundle([model], [made("Adafactor", model)]))

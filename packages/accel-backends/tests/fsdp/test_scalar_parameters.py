@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, FSDPBackend, FSDPConfig
+from accel_backends import Bundle, FSDPBackend, FSDPConfig, Run
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 
@@ -40,7 +40,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def opened() -> FSDPBackend:
-    return FSDPBackend(Session.open(cpu=True), PrecisionPolicy.parse("no", device_type="cpu"), FSDPConfig())
+    return FSDPBackend(Run(Session.open(cpu=True), PrecisionPolicy.parse("no", device_type="cpu")), FSDPConfig())
 
 
 def loss_of(model: nn.Module, step: int, micro: int, rank: int, uses: tuple[int, ...]) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_scales_train_as_in_one_process(rank: int, uses: list[tuple[tuple[int, .
         optimizer.zero_grad()
         stepping.step()
         stepping.zero_grad()
-    for name, value in backend.full_model_state(model, main_only=False).items():
+    for name, value in backend.states.full_model(model, main_only=False).items():
         torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-10, atol=1e-12)
 
 

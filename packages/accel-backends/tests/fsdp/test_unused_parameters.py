@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from accel_backends import Bundle, FSDPBackend, FSDPConfig
+from accel_backends import Bundle, FSDPBackend, FSDPConfig, Run
 from accel_backends.fsdp.validate import is_sharded
 from accel_precision import PrecisionPolicy
 from accel_state import Session
@@ -68,7 +68,7 @@ def sample(step: int, micro: int, rank: int) -> torch.Tensor:
 
 def opened() -> FSDPBackend:
     config = FSDPConfig(find_unused_parameters=True, transformer_cls_names_to_wrap=["Choice"])
-    return FSDPBackend(Session.open(cpu=True), PrecisionPolicy.parse("no", device_type="cpu"), config)
+    return FSDPBackend(Run(Session.open(cpu=True), PrecisionPolicy.parse("no", device_type="cpu")), config)
 
 
 def assert_as_one_process(backend: FSDPBackend, route: Route) -> None:
@@ -94,7 +94,7 @@ def assert_as_one_process(backend: FSDPBackend, route: Route) -> None:
         stepping.zero_grad()
         backend.step(optimizer)
         optimizer.zero_grad()
-    state = backend.full_model_state(model, main_only=False)
+    state = backend.states.full_model(model, main_only=False)
     for name, value in expected.named_parameters():
         torch.testing.assert_close(state[name], value.detach(), rtol=1e-10, atol=1e-12)
     backend.close()

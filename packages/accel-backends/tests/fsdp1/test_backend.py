@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, FSDP1Backend, FSDPConfig
+from accel_backends import Bundle, FSDP1Backend, FSDPConfig, Run
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, BackendError, Session
 from accel_testing.equivalence.models import TinyTransformer, make_model
@@ -25,7 +25,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def open_backend(precision: str = "no", **options: Any) -> FSDP1Backend:
     session = Session.open(cpu=True)
     policy = PrecisionPolicy.parse(precision, device_type="cpu")
-    return FSDP1Backend(session, policy, FSDPConfig(fsdp_version=1, **options))
+    return FSDP1Backend(Run(session, policy), FSDPConfig(fsdp_version=1, **options))
 
 
 def reference() -> nn.Module:
@@ -61,13 +61,13 @@ def test_it_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
         with backend.no_sync(model):
             backend.backward(loss_of(model, parts[rank]), scale=0.5)
         backend.backward(loss_of(model, parts[4 + rank]), scale=0.5)
-        backend.clip_grad_norm(model.parameters(), 0.5)
+        backend.gradients.clip_norm(model.parameters(), 0.5)
         backend.step(optimizer)
         optimizer.zero_grad()
-    state = backend.full_model_state(model, main_only=False)
+    state = backend.states.full_model(model, main_only=False)
     for name, value in reference().named_parameters():
         assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
-    assert set(backend.optimizer_state(optimizer, [model])["state"]) == set(state)
+    assert set(backend.states.optimizer(optimizer, [model])["state"]) == set(state)
 
 
 @pytest.mark.ranks(2)
@@ -78,16 +78,16 @@ def test_states_load_into_another_wrapping(rank: int) -> None:
     model, other = backend.prepare(Bundle([model, other], optimizers)).models
     backend.backward(loss_of(model, tokens(0)))
     backend.step(optimizers[0])
-    backend.load_model_state(other, backend.full_model_state(model, main_only=False))
-    backend.load_optimizer_state(optimizers[1], [other], backend.optimizer_state(optimizers[0], [model]))
+    backend.states.load_model(other, backend.states.full_model(model, main_only=False))
+    backend.states.load_optimizer(optimizers[1], [other], backend.states.optimizer(optimizers[0], [model]))
     for one, optimizer in zip((model, other), optimizers, strict=True):
         optimizer.zero_grad()
         backend.backward(loss_of(one, tokens(1)))
         backend.step(optimizer)
-    first, second = (backend.full_model_state(one, main_only=False) for one in (model, other))
+    first, second = (backend.states.full_model(one, main_only=False) for one in (model, other))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     with pytest.raises(AccelError, match="state of another TinyTransformer"):
-        backend.load_model_state(other, {"wrong": torch.zeros(1)})
+        backend.states.load_model(other, {"wrong": torch.zeros(1)})
 
 
 @pytest.mark.ranks(2)
@@ -97,7 +97,7 @@ def test_mixed_precision_and_whole_parameters() -> None:
     output = model(torch.ones(2, 8))
     backend.backward(output.float().mean())
     assert backend.unwrap(model).first.weight.dtype == torch.float32
-    with backend.full_parameters(model):
+    with backend.states.full_parameters(model):
         assert backend.unwrap(model).first.weight.shape == (16, 8)
 
 
@@ -130,7 +130,7 @@ def test_an_optimizer_that_could_not_be_saved_is_warned_of(rank: int) -> None:
     backend.backward(prepared[1](prepared[0](torch.ones(1, 2))).sum())
     assert backend.step(both)
     with pytest.raises(BackendError, match="fsdp_version=1 saves optimizers of one"):
-        backend.optimizer_state(both, prepared)
+        backend.states.optimizer(both, prepared)
 
 
 @pytest.mark.ranks(2)
@@ -146,12 +146,12 @@ def test_a_model_on_the_meta_device_gets_its_values(rank: int, filled: str) -> N
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if filled == "on rank 0":
         model = backend.prepare(Bundle([model])).models[0]
-        state = backend.full_model_state(model, main_only=False)
+        state = backend.states.full_model(model, main_only=False)
         for name, value in make_model("transformer", seed=3).named_parameters():
             assert torch.equal(state[name], value), name
         return
     model = backend.prepare(Bundle([model], [optimizer])).models[0]
-    before = backend.full_model_state(model, main_only=False)
+    before = backend.states.full_model(model, main_only=False)
     assert 0.8 < float(before["position.weight"].std()) < 1.2
     assert bool((before["norm.weight"] == 1.0).all())
     assert not torch.equal(before["blocks.0.qkv.weight"], before["blocks.1.qkv.weight"])
@@ -160,7 +160,7 @@ def test_a_model_on_the_meta_device_gets_its_values(rank: int, filled: str) -> N
     assert torch.equal(first[0], before["position.weight"].sum())
     backend.backward(loss_of(model, tokens(0)))
     assert backend.step(optimizer)
-    assert not torch.equal(backend.full_model_state(model, main_only=False)["norm.weight"], before["norm.weight"])
+    assert not torch.equal(backend.states.full_model(model, main_only=False)["norm.weight"], before["norm.weight"])
 
 
 @pytest.mark.ranks(2)
@@ -175,10 +175,10 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(rank: int) -> None:
     model = backend.prepare(Bundle([model], [optimizer])).models[0]
     for step in range(1, STEPS):
         backend.backward(loss_of(model, tokens(step).chunk(2)[rank]))
-        backend.clip_grad_norm(model.parameters(), 0.5)
+        backend.gradients.clip_norm(model.parameters(), 0.5)
         backend.step(optimizer)
         optimizer.zero_grad()
-    state = backend.full_model_state(model, main_only=False)
+    state = backend.states.full_model(model, main_only=False)
     for name, value in reference().named_parameters():
         assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
 
@@ -196,7 +196,7 @@ def test_what_the_user_has_wrapped_and_stepped_stays_as_it_is() -> None:
     assert backend.prepare(Bundle([wrapped], [optimizer])).models[0] is wrapped
     assert {id(parameter): value["exp_avg"] for parameter, value in optimizer.state.items()} == state
     with pytest.raises(BackendError, match=r"TinyMLP was wrapped .* without a device_mesh: it trains, but"):
-        backend.model_state(wrapped)
+        backend.states.model(wrapped)
 
 
 @pytest.mark.ranks(2)
@@ -213,15 +213,15 @@ def test_flat_parameters_of_a_users_wrapper_train_and_have_no_window_to_save() -
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     backend = open_backend()
     model = backend.prepare(Bundle([wrapped], [optimizer])).models[0]
-    before = backend.full_model_state(model, main_only=False)
+    before = backend.states.full_model(model, main_only=False)
     with backend.no_sync(model):
         backend.backward(model(torch.ones(2, 8)).mean())
     with pytest.raises(BackendError, match="use_orig_params=False; save after a step"):
-        backend.unreduced_gradients(model)
+        backend.gradients.unreduced(model)
     backend.backward(model(torch.ones(2, 8)).mean())
-    backend.clip_grad_norm(model.parameters(), 1.0)
+    backend.gradients.clip_norm(model.parameters(), 1.0)
     assert backend.step(optimizer)
-    after = backend.full_model_state(model, main_only=False)
+    after = backend.states.full_model(model, main_only=False)
     assert set(after) == set(make_model("mlp").state_dict())
     assert not torch.equal(after["first.weight"], before["first.weight"])
 
@@ -255,8 +255,8 @@ def test_a_whole_state_goes_where_its_options_say(rank: int) -> None:
     model = backend.prepare(Bundle([model], [optimizer])).models[0]
     backend.backward(model(torch.ones(2, 8)).mean())
     backend.step(optimizer)
-    assert bool(backend.full_model_state(model)) == (rank == 0)
-    state = backend.full_optimizer_state(optimizer, [model])
+    assert bool(backend.states.full_model(model)) == (rank == 0)
+    state = backend.states.full_optimizer(optimizer, [model])
     assert state["state"]["first.weight"]["exp_avg"].shape == (16, 8)
 
 

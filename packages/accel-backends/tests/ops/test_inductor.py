@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Backend, Bundle, DDPBackend, FSDPBackend, TorchDynamoPlugin
+from accel_backends import Backend, Bundle, DDPBackend, FSDPBackend, Run, TorchDynamoPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 from accel_testing.equivalence.models import make_model
@@ -45,7 +45,7 @@ def train(backend: Backend, plugin: TorchDynamoPlugin | None) -> dict[str, torch
         backend.backward(loss)
         backend.step(optimizer)
         optimizer.zero_grad()
-    state = backend.full_model_state(model, main_only=False)
+    state = backend.states.full_model(model, main_only=False)
     return {name: value.detach().clone() for name, value in state.items()}
 
 
@@ -57,7 +57,7 @@ def test_inductor_trains_as_eager_does(kind: type[Backend]) -> None:
     """Whole and by regions: one graph for all blocks, of the full model more code; names stay the author's."""
     from torch._dynamo.utils import counters
 
-    backend = kind(Session.open(cpu=True), PrecisionPolicy())
+    backend = kind(Run(Session.open(cpu=True), PrecisionPolicy()))
     expected = train(backend, None)
     for regional in (True, False):
         plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=regional)
@@ -86,4 +86,6 @@ def test_inductor_compiles_one_device(single) -> None:
         torch.testing.assert_close(model(x), expected)
         backend.backward(model(x).sum())
         assert counters["stats"]["unique_graphs"] == 2  # of three blocks: the first's input needs no gradient
-    assert set(backend.model_state(model)) == {f"{block}.0.{name}" for block in range(3) for name in ("weight", "bias")}
+    assert set(backend.states.model(model)) == {
+        f"{block}.0.{name}" for block in range(3) for name in ("weight", "bias")
+    }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Backend, Bundle, load_backend
+from accel_backends import Backend, Bundle, Run, load_backend
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 
@@ -27,18 +27,18 @@ def train(backend: Backend, model: nn.Module) -> tuple[dict[str, torch.Tensor], 
         backend.backward(model(batch.to(next(model.parameters()).dtype)).float().square().mean())
         backend.step(optimizer)
         optimizer.zero_grad()
-    state: Any = backend.full_model_state(model, main_only=False)
+    state: Any = backend.states.full_model(model, main_only=False)
     return {name: value.clone() for name, value in state.items()}, optimizer
 
 
 def check(name: str) -> None:
     session = Session.open(cpu=True)
     policy = PrecisionPolicy.parse("bf16", device_type="cpu")
-    state, optimizer = train(load_backend(name)(session, policy), built(torch.bfloat16, torch.bfloat16))
+    state, optimizer = train(load_backend(name)(Run(session, policy)), built(torch.bfloat16, torch.bfloat16))
     assert state["0.weight"].dtype == (torch.float32 if name == "fsdp1" else torch.bfloat16)  # does not train
     assert {state[key].dtype for key in ("0.bias", "2.weight", "2.bias")} == {torch.float32}
     assert {value.dtype for held in optimizer.state.values() for value in held.values()} <= {torch.float32}
-    expected, _ = train(load_backend(name)(session, policy), built(torch.bfloat16, torch.float32))
+    expected, _ = train(load_backend(name)(Run(session, policy)), built(torch.bfloat16, torch.float32))
     for key in ("0.bias", "2.weight", "2.bias"):
         torch.testing.assert_close(state[key], expected[key], rtol=1e-2, atol=1e-4)
 
@@ -46,7 +46,7 @@ def check(name: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp1"])
 def test_an_optimizer_that_has_stepped_on_halves_goes_on_in_fp32(name: str) -> None:
-    backend = load_backend(name)(Session.open(cpu=True), PrecisionPolicy.parse("bf16", device_type="cpu"))
+    backend = load_backend(name)(Run(Session.open(cpu=True), PrecisionPolicy.parse("bf16", device_type="cpu")))
     model = built(torch.bfloat16, torch.bfloat16).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, FSDPConfig, load_backend
+from accel_backends import Bundle, FSDPConfig, Run, load_backend
 from accel_backends.ops.optimizer_support import OptimizerTrial
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
@@ -105,7 +105,7 @@ def model_of() -> nn.Module:
 
 def prepared(version: int, kind: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, nn.Module, Any]:
     config = FSDPConfig(fsdp_version=version)
-    backend = load_backend(config.backend)(Session.open(cpu=True), PrecisionPolicy.parse("no"), config)
+    backend = load_backend(config.backend)(Run(Session.open(cpu=True), PrecisionPolicy.parse("no")), config)
     model = model_of()
     bundle = backend.prepare(Bundle([model], [kind(model.parameters())]))
     return backend, bundle.models[0], bundle.optimizers[0]
@@ -136,7 +136,7 @@ def test_it_steps_on_shards_as_on_whole_parameters(rank: int, version: int, kind
     train(expected, stepping, torch.Tensor.backward, lambda one, *closure: one.step(*closure), slice(None))
     backend, model, optimizer = prepared(version, KINDS[kind])
     train(model, optimizer, backend.backward, backend.step, slice(4 * rank, 4 * rank + 4))
-    state = backend.full_model_state(model, main_only=False)
+    state = backend.states.full_model(model, main_only=False)
     for name, value in expected.named_parameters():
         assert float((state[name] - value).abs().max()) <= 1e-10 * float(value.abs().max()), name
 

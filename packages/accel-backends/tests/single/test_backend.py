@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, DDPConfig, SingleBackend
+from accel_backends import Bundle, DDPConfig, Run, SingleBackend
 from accel_backends.core.config import BackendConfig
 from accel_precision import GradScalerKwargs, PrecisionPolicy
 from accel_state import BackendError, ConfigError, PrepareError
@@ -41,12 +41,13 @@ def test_a_factor_of_the_loss_is_one_of_the_gradients(single, scale, precision):
     model, optimizer = prepared(backend)
     x = torch.randn(3, 4)
     backend.backward(model(x).square().mean(), scale=scale)
-    backend.unscale([optimizer])
+    backend.gradients.unscale([optimizer])
     found = [p.grad.clone() for p in model.parameters()]
     optimizer.zero_grad()
-    backend.update_scaler()
+    if backend.loss_scale is not None:
+        backend.loss_scale.update()
     backend.backward(model(x).square().mean())
-    backend.unscale([optimizer])
+    backend.gradients.unscale([optimizer])
     for own, parameter in zip(found, model.parameters(), strict=True):
         expected = parameter.grad * scale
         bound = {"no": 1e-6, "fp64": 1e-14, "bf16": 2e-2, "fp16": 2e-3}[precision]
@@ -57,7 +58,7 @@ def test_a_half_precision_loss_is_scaled_in_full(single):
     backend = single("fp16,output=none")
     model, optimizer = prepared(backend)
     backend.backward(model(torch.randn(3, 4)).mean(), scale=0.5)
-    backend.unscale([optimizer])
+    backend.gradients.unscale([optimizer])
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
@@ -109,8 +110,9 @@ def test_a_step_that_overflowed_is_left_out_and_said_so(single):
     before = [p.detach().clone() for p in model.parameters()]
     backend.backward(model(torch.randn(3, 4)).sum() * math.inf)
     assert backend.step(optimizer) is False
-    backend.update_scaler()
-    assert backend.scaler.current == 32768.0
+    if backend.loss_scale is not None:
+        backend.loss_scale.update()
+    assert backend.loss_scale.current == 32768.0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     backend.zero_grad(optimizer)
     backend.backward(model(torch.randn(3, 4)).mean())
@@ -119,10 +121,10 @@ def test_a_step_that_overflowed_is_left_out_and_said_so(single):
 
 def test_scaler_options_and_state_reach_the_scaler(single):
     backend = single("fp16", scaler=GradScalerKwargs(init_scale=8.0))
-    assert backend.scaler.state_dict()["scale"] == 8.0
-    backend.scaler.load_state_dict({"scale": 4.0, "growth_tracker": 1})
-    assert backend.scaler.current == 4.0
-    assert list(single("bf16").loss_scales) == []
+    assert backend.loss_scale.state_dict()["scale"] == 8.0
+    backend.loss_scale.load_state_dict({"scale": 4.0, "growth_tracker": 1})
+    assert backend.loss_scale.current == 4.0
+    assert list(single("bf16").states.loss_scales) == []
 
 
 def test_a_step_with_a_closure(single):
@@ -146,10 +148,10 @@ def test_clipping_reaches_gradients_and_returns_their_norm(single):
     backend = single()
     model, _ = prepared(backend)
     backend.backward(model(torch.randn(3, 4)).square().sum() * 100)
-    norm = backend.clip_grad_norm(model.parameters(), 1.0)
+    norm = backend.gradients.clip_norm(model.parameters(), 1.0)
     assert float(norm) > 1.0
-    assert float(backend.clip_grad_norm(model.parameters(), math.inf)) == pytest.approx(1.0, rel=1e-5)
-    backend.clip_grad_value(model.parameters(), 0.01)
+    assert float(backend.gradients.clip_norm(model.parameters(), math.inf)) == pytest.approx(1.0, rel=1e-5)
+    backend.gradients.clip_value(model.parameters(), 0.01)
     assert max(float(p.grad.abs().max()) for p in model.parameters()) <= 0.01 + 1e-9
 
 
@@ -158,7 +160,7 @@ def test_clipping_foreign_parameters_is_refused(single):
     kept = prepared(backend)
     assert kept
     with pytest.raises(BackendError, match=r"4 of 4 parameters to clip belong to no prepared model.*shape \(8, 4\)"):
-        backend.clip_grad_norm(net().parameters(), 1.0)
+        backend.gradients.clip_norm(net().parameters(), 1.0)
 
 
 def test_non_finite_gradients_are_named(single):
@@ -167,18 +169,18 @@ def test_non_finite_gradients_are_named(single):
     backend.backward(model(torch.randn(3, 4)).sum())
     model[2].bias.grad[0] = math.nan
     with pytest.raises(BackendError, match=r"nan or inf: 2\.bias$"):
-        backend.clip_grad_norm(model.parameters(), 1.0, error_if_nonfinite=True)
+        backend.gradients.clip_norm(model.parameters(), 1.0, error_if_nonfinite=True)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    good = backend.finite(list(gradients.values()))
+    good = backend.gradients.finite(list(gradients.values()))
     assert [name for name, fine in zip(gradients, good, strict=True) if not fine] == ["2.bias"]
 
 
 def test_the_defaults_mean_one_device(single):
     backend = single()
     model, _ = prepared(backend)
-    assert backend.gradient_average == 1
-    with backend.no_sync(model), backend.trigger_sync(model), backend.join([model]):
-        backend.average_parameters(model)
+    assert backend.gradients.ranks == 1
+    with backend.no_sync(model), backend.trigger_sync(model), backend.gradients.join([model]):
+        backend.gradients.average_parameters(model)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_an_optimizer_may_come_after_its_model(single):
 
 def test_options_of_another_backend_are_refused(session):
     with pytest.raises(BackendError, match="backend 'single' takes SingleConfig, and got DDPConfig"):
-        SingleBackend(session, PrecisionPolicy(), DDPConfig())
+        SingleBackend(Run(session, PrecisionPolicy()), DDPConfig())
 
 
 def test_true_half_precision_trains(single):
@@ -252,7 +254,7 @@ def test_emulated_fp8_trains(single):
     assert type(prepared_model[1]).__name__ == "Float8Linear"
     backend.backward(prepared_model(torch.randn(4, 16)).square().mean())
     assert backend.step(optimizer)
-    assert list(backend.model_state(prepared_model)) == [f"{i}.{n}" for i in range(3) for n in ("weight", "bias")]
+    assert list(backend.states.model(prepared_model)) == [f"{i}.{n}" for i in range(3) for n in ("weight", "bias")]
 
 
 def test_prepare_and_release_leave_nothing_behind(single):

@@ -1,10 +1,10 @@
 """Parallel layout of models and samples under DeepSpeed."""
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from accel_backends.core.layout_methods import Attention, BackendSpread
+from accel_backends.core.run import Run
+from accel_backends.roles.layout import Attention, ReplicatedLayout
 from accel_deepspeed.tensor_parallel.autotp import Layers
 from accel_deepspeed.ulysses.sequence import SequenceAttention, Sequences
 
@@ -15,17 +15,22 @@ if TYPE_CHECKING:
     from accel_deepspeed.config.plugin import DeepSpeedConfig
 
 
-class ZeroSpread(BackendSpread):
+class ZeroLayout(ReplicatedLayout):
     """Parallel layout of the backend: ZeRO over all ranks, sequence or tensor parallelism over neighbouring ranks."""
 
-    _options: "DeepSpeedConfig"
-    _sequences: Sequences
-    _layers: Layers
-    _mesh: "DeviceMesh | None"
-
-    @abstractmethod
-    def _open_communication(self) -> None:
-        """Passes the process group to DeepSpeed."""
+    def __init__(
+        self,
+        run: Run,
+        options: "DeepSpeedConfig",
+        sequences: Sequences,
+        layers: Layers,
+        open_communication: Callable[[], None],
+    ) -> None:
+        super().__init__(run)
+        self.options = options
+        self._sequences, self._layers = sequences, layers
+        self._open_communication = open_communication
+        self._mesh: DeviceMesh | None = None
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -33,8 +38,8 @@ class ZeroSpread(BackendSpread):
 
         Otherwise one replica per rank. Ranks of one sequence-parallel or tensor-parallel group count once.
         """
-        world = self.session.world_size // (self._sequences.size * self._layers.size)
-        return (world, 1) if self._options.zero_stage == 0 and self._layers.size == 1 else (1, world)
+        world = self.run.session.world_size // (self._sequences.size * self._layers.size)
+        return (world, 1) if self.options.zero_stage == 0 and self._layers.size == 1 else (1, world)
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
@@ -72,10 +77,14 @@ class ZeroSpread(BackendSpread):
 
         Collective: every rank of the group must call this.
         """
-        if self._mesh is None and self.session.world_size > 1:
+        if self._mesh is None and self.run.session.world_size > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
             self._mesh = init_device_mesh(
-                self.session.device.type, (self.session.world_size,), mesh_dim_names=("zero",)
+                self.run.session.device.type, (self.run.session.world_size,), mesh_dim_names=("zero",)
             )
         return self._mesh
+
+    def forget_mesh(self) -> None:
+        """Drops the mesh, so that the next read makes another."""
+        self._mesh = None

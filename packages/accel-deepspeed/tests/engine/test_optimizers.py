@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Bundle, Run, load_backend
 from accel_backends.ops.optimizer_support import steps_by_element
 from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, step: int, part: slice) -> torch.Tensor:
 def opened(stage: int, precision: str = "no") -> Iterator[Any]:
     with Session.open(cpu=True) as session:
         policy = PrecisionPolicy.parse(precision, device_type="cpu")
-        backend = load_backend("deepspeed")(session, policy, DeepSpeedPlugin(zero_stage=stage))
+        backend = load_backend("deepspeed")(Run(session, policy), DeepSpeedPlugin(zero_stage=stage))
         try:
             yield backend
         finally:
@@ -115,7 +115,7 @@ def test_an_optimizer_steps_on_pieces_as_on_whole_parameters(rank: int, stage: i
             loss_of(expected, step, slice(None)).backward()
             stepping.step()
             stepping.zero_grad()
-        state = backend.full_model_state(bundle.models[0], main_only=False)
+        state = backend.states.full_model(bundle.models[0], main_only=False)
     for name, value in expected.named_parameters():
         assert torch.allclose(state[name], value, rtol=1e-4, atol=1e-5), name
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Bundle, Run, load_backend
 from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
@@ -59,7 +59,7 @@ def opened(stage: int, device: str = "none", **options: Any) -> Iterator[Any]:
     document = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **options}
     with Session.open(cpu=True) as session:
         policy = PrecisionPolicy.parse("no", device_type="cpu")
-        backend = load_backend("deepspeed")(session, policy, DeepSpeedPlugin.build({"hf_ds_config": document}))
+        backend = load_backend("deepspeed")(Run(session, policy), DeepSpeedPlugin.build({"hf_ds_config": document}))
         try:
             yield backend
         finally:
@@ -78,7 +78,7 @@ def train_beside(stage: int, device: str, clip: Callable[[Side], Iterable[torch.
         bundle = backend.prepare(Bundle([model], [momentum(model)]))
         engine, optimizer = bundle.models[0], bundle.optimizers[0]
         one = Side(layers_of(reference), clip_grad_norm_, clip_grad_value_)
-        spread = Side(layers_of(engine.module), backend.clip_grad_norm, backend.clip_grad_value)
+        spread = Side(layers_of(engine.module), backend.gradients.clip_norm, backend.gradients.clip_value)
         for step in range(3):
             for micro in range(2):
                 backend.backward(loss_of(engine, rank, 2 * step + micro))
@@ -88,7 +88,7 @@ def train_beside(stage: int, device: str, clip: Callable[[Side], Iterable[torch.
             assert backend.step(optimizer)
             plain.step()
             plain.zero_grad()
-        state = backend.full_model_state(engine, main_only=False)
+        state = backend.states.full_model(engine, main_only=False)
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
@@ -156,11 +156,11 @@ def test_gradients_that_are_added_after_a_clip_are_not_clipped(
             backend.backward(loss_of(engine, rank, step))
             (sum(loss_of(reference, each, step) for each in range(2)) / 2).backward()  # type: ignore[union-attr]
             if step == 0:
-                backend.clip_grad_norm(layers_of(engine.module)(*layers), 0.1)
+                backend.gradients.clip_norm(layers_of(engine.module)(*layers), 0.1)
                 clip_grad_norm_(layers_of(reference)(*layers), 0.1)
         assert backend.step(bundle.optimizers[0])
         plain.step()
-        state = backend.full_model_state(engine, main_only=False)
+        state = backend.states.full_model(engine, main_only=False)
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
@@ -174,8 +174,8 @@ def test_a_norm_that_is_not_finite_on_one_rank_is_infinite_on_both(rank: int, st
         engine = bundle.models[0]
         backend.backward(loss_of(engine, rank, 0) * (spoilt if rank else 1.0))
         with pytest.raises(BackendError, match="error_if_nonfinite"):
-            backend.clip_grad_norm(engine.parameters(), 1.0, 1.0, error_if_nonfinite=True)
-        assert backend.clip_grad_norm(engine.module[0].parameters(), math.inf).item() == math.inf
+            backend.gradients.clip_norm(engine.parameters(), 1.0, 1.0, error_if_nonfinite=True)
+        assert backend.gradients.clip_norm(engine.module[0].parameters(), math.inf).item() == math.inf
 
 
 def test_a_clip_beside_that_of_the_configuration_is_refused(rank: int) -> None:
@@ -185,15 +185,15 @@ def test_a_clip_beside_that_of_the_configuration_is_refused(rank: int) -> None:
         backend.backward(loss_of(engine, rank, 0))
         for parameters, norm_type in ((engine.parameters(), 1.0), (engine.module[0].parameters(), 2.0)):
             with pytest.raises(BackendError, match=r"gradient_clipping is 1\.0"):
-                backend.clip_grad_norm(parameters, 1.0, norm_type)
-            backend.clip_grad_norm(engine.parameters(), math.inf, norm_type)
+                backend.gradients.clip_norm(parameters, 1.0, norm_type)
+            backend.gradients.clip_norm(engine.parameters(), math.inf, norm_type)
 
 
-@pytest.mark.parametrize(("what", "words"), [("clip_grad_norm", "norm_type is -1"), ("clip_grad_value", "is -1")])
+@pytest.mark.parametrize(("what", "words"), [("clip_norm", "norm_type is -1"), ("clip_value", "is -1")])
 def test_limits_that_cannot_be_are_refused(rank: int, what: str, words: str) -> None:
     with opened(1) as backend:
         model = make_net()
         engine = backend.prepare(Bundle([model], [momentum(model)])).models[0]
-        given = (1.0, -1.0) if what == "clip_grad_norm" else (-1.0,)
+        given = (1.0, -1.0) if what == "clip_norm" else (-1.0,)
         with pytest.raises(BackendError, match=words):
-            getattr(backend, what)(engine.parameters(), *given)
+            getattr(backend.gradients, what)(engine.parameters(), *given)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Bundle, Run, load_backend
 from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
@@ -83,7 +83,7 @@ class Beside:
 
     def check(self) -> None:
         """The weights are those of the one process."""
-        state = self.backend.full_model_state(self.engine, main_only=False)
+        state = self.backend.states.full_model(self.engine, main_only=False)
         for name, value in self.reference.state_dict().items():
             assert (state[name] - value).norm() <= 1e-5 * value.norm(), name
 
@@ -93,7 +93,8 @@ def beside(stage: int, **zero: Any) -> Iterator[Beside]:
     with Session.open(cpu=True) as session:
         options = {"zero_optimization": {"stage": stage, **zero}, "zero_force_ds_cpu_optimizer": False}
         backend = load_backend("deepspeed")(
-            session, PrecisionPolicy.parse("no", device_type="cpu"), DeepSpeedPlugin.build({"hf_ds_config": options})
+            Run(session, PrecisionPolicy.parse("no", device_type="cpu")),
+            DeepSpeedPlugin.build({"hf_ds_config": options}),
         )
         try:
             model, reference = Blocks(), Blocks()
@@ -182,7 +183,7 @@ from test_exactness import Blocks, loss_of, momentum
 
 session = Session.open(cpu=True)
 plugin = DeepSpeedPlugin.build({"zero_stage": int(sys.argv[1])})
-backend = load_backend("deepspeed")(session, PrecisionPolicy.parse("no", device_type="cpu"), plugin)
+backend = load_backend("deepspeed")(Run(session, PrecisionPolicy.parse("no", device_type="cpu")), plugin)
 model = Blocks()
 bundle = backend.prepare(Bundle([model], [momentum(model)]))
 """
@@ -215,7 +216,7 @@ def test_stage_3_names_the_modules_that_only_some_ranks_compute(tmp_path: Path) 
 ALONE = """
 session.wait_for_everyone()
 if session.rank == 0:
-    print(len(backend.full_model_state(bundle.models[0])), "weights")
+    print(len(backend.states.full_model(bundle.models[0])), "weights")
 session.wait_for_everyone()
 session.close()
 """
@@ -375,8 +376,8 @@ def test_the_norm_of_an_open_window_is_without_the_loss_scale(rank: int, world_s
         pair.engine.optimizer.loss_scaler.cur_scale = 8.0
         pair.backend.backward(loss_of(pair.engine, rank, 0, USE))
         parameters = list(pair.engine.parameters())
-        norm = pair.backend.norm_so_far(parameters, [pair.engine])
-        torch.testing.assert_close(norm, pair.backend.clip_grad_norm(parameters, math.inf))
+        norm = pair.backend.gradients.norm_so_far(parameters, [pair.engine])
+        torch.testing.assert_close(norm, pair.backend.gradients.clip_norm(parameters, math.inf))
 
 
 @pytest.mark.ranks(2)
@@ -385,8 +386,8 @@ def test_reduced_gradients_are_read_by_name(rank: int, world_size: int, stage: i
     with beside(stage) as pair:
         for step in range(2):
             pair.backward(rank, step, USE, USE)
-            pair.backend.clip_grad_norm(pair.engine.parameters(), math.inf)
-            held = pair.backend.unreduced_gradients(pair.engine)
+            pair.backend.gradients.clip_norm(pair.engine.parameters(), math.inf)
+            held = pair.backend.gradients.unreduced(pair.engine)
             for name, parameter in pair.reference.named_parameters():
                 torch.testing.assert_close(held[name], parameter.grad, rtol=1e-5, atol=1e-7)
             pair.step()

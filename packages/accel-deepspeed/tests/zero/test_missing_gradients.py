@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Bundle, Run, load_backend
 from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
@@ -63,7 +63,7 @@ def opened(stage: int, where: str, precision: str = "no") -> Iterator[Any]:
     with Session.open(cpu=True) as session:
         options = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
         policy = PrecisionPolicy.parse(precision, device_type="cpu")
-        backend: Any = load_backend("deepspeed")(session, policy, DeepSpeedPlugin.build({"hf_ds_config": options}))
+        backend: Any = load_backend("deepspeed")(Run(session, policy), DeepSpeedPlugin.build({"hf_ds_config": options}))
         try:
             yield backend
         finally:
@@ -82,7 +82,7 @@ def step_plain(model: nn.Module, optimizer: Optimizer, step: int, uses: Sequence
 
 
 def assert_alike(backend: Any, trained: nn.Module, reference: nn.Module) -> None:
-    state = backend.full_model_state(trained, main_only=False)
+    state = backend.states.full_model(trained, main_only=False)
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
 
@@ -119,8 +119,8 @@ def test_counts_of_steps_that_were_missed_are_saved_and_loaded(rank: int, world_
         for step in range(3):
             backend.backward(loss_of(engine, rank, step, uses[step][rank]))
             backend.step(optimizer)
-        model_state = backend.full_model_state(engine, main_only=False)
-        state = backend.optimizer_state(optimizer, [engine])
+        model_state = backend.states.full_model(engine, main_only=False)
+        state = backend.states.optimizer(optimizer, [engine])
         names = {id(parameter): name for name, parameter in reference.named_parameters()}
         expected = {names[id(parameter)]: float(one["step"]) for parameter, one in plain.state.items()}
         found = {name: float(one["step"]) for name, one in state["state"].items()}
@@ -129,8 +129,8 @@ def test_counts_of_steps_that_were_missed_are_saved_and_loaded(rank: int, world_
         model = Parts()
         bundle = backend.prepare(Bundle([model], [optimizer_of(model, "AdamW")]))
         (engine,), (optimizer,) = bundle.models, bundle.optimizers
-        backend.load_model_state(engine, model_state)
-        backend.load_optimizer_state(optimizer, [engine], state)
+        backend.states.load_model(engine, model_state)
+        backend.states.load_optimizer(optimizer, [engine], state)
         backend.backward(loss_of(engine, rank, 3, uses[3][rank]))
         backend.step(optimizer)
         step_plain(reference, plain, 3, uses[3])
@@ -169,7 +169,7 @@ def test_copies_of_parts_that_no_rank_uses_keep_their_bits(rank: int, world_size
         for step, uses in enumerate(uses_of(stage, "SGD")):
             backend.backward(loss_of(engine, rank, step, uses[rank]))
             backend.step(optimizer)
-        after = backend.full_model_state(engine, main_only=False)
+        after = backend.states.full_model(engine, main_only=False)
         same = {name for name, value in before.items() if torch.equal(after[name], value)}
         assert same == {"parts.2.weight", "parts.2.bias"}
 
@@ -188,9 +188,9 @@ def test_parts_that_no_rank_uses_stay_in_a_window_that_is_resumed(
         for step, use in enumerate(((0, 1), (0,))):
             backend.backward(loss_of(engine, rank, step, use))
             if use == (0,):
-                held = {name: value.clone() for name, value in backend.unreduced_gradients(engine).items()}
+                held = {name: value.clone() for name, value in backend.gradients.unreduced(engine).items()}
                 assert not [name for name in held if name.startswith("parts.1.")]
-                backend.set_unreduced_gradients(engine, held)
+                backend.gradients.set_unreduced(engine, held)
             backend.step(optimizer)
             step_plain(reference, plain, step, (use, use))
         assert_alike(backend, engine, reference)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Bundle, Run, load_backend
 from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
@@ -43,7 +43,7 @@ def engine(
     with Session.open(cpu=True) as session:
         options = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
         policy = PrecisionPolicy.parse(precision, device_type="cpu")
-        backend: Any = load_backend("deepspeed")(session, policy, DeepSpeedPlugin.build({"hf_ds_config": options}))
+        backend: Any = load_backend("deepspeed")(Run(session, policy), DeepSpeedPlugin.build({"hf_ds_config": options}))
         try:
             model = small()
             model[0].requires_grad_(not frozen)  # type: ignore[index]
@@ -73,7 +73,7 @@ def plain(edit: Callable[[nn.Module], None], *, frozen: bool = False, steps: int
 
 
 def assert_alike(backend: Any, trained: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
-    state = backend.full_model_state(trained, main_only=False)
+    state = backend.states.full_model(trained, main_only=False)
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(state[name].float(), value, rtol=0, atol=tolerance)
 
@@ -149,16 +149,16 @@ def test_copies_keep_their_bits_where_a_write_changes_nothing(
 ) -> None:
     def nothing(model: nn.Module) -> None:
         state = {name: value.clone() for name, value in model.state_dict().items()}
-        with backend.full_parameters(prepared, writeback=False):
+        with backend.states.full_parameters(prepared, writeback=False):
             state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        with backend.full_parameters(prepared) if stage == 3 else nullcontext():
+        with backend.states.full_parameters(prepared) if stage == 3 else nullcontext():
             model.load_state_dict(state)
 
     ends = []
     for edit in (nothing, lambda model: None):
         with engine(stage, where, "bf16") as (backend, prepared, optimizer):
             train(backend, prepared, optimizer, rank, edit)
-            ends.append(backend.full_model_state(prepared, main_only=False))
+            ends.append(backend.states.full_model(prepared, main_only=False))
     for name, value in ends[1].items():
         assert torch.equal(ends[0][name], value)
 
@@ -193,7 +193,7 @@ def test_writing_where_a_parameter_has_no_values_is_refused(rank: int, world_siz
         clamp(model.module)  # type: ignore[arg-type]
         with pytest.raises(BackendError, match=r"0\.weight, 0\.bias, .*full_parameters\(model\)"):
             backend.step(optimizer)
-        with backend.full_parameters(model):
+        with backend.states.full_parameters(model):
             clamp(model.module)  # type: ignore[arg-type]
         backend.step(optimizer)
 
@@ -203,7 +203,7 @@ def test_loading_where_ranks_have_parts_is_refused(rank: int, world_size: int) -
     with engine(3, "spread") as (backend, model, optimizer):
         with pytest.raises(BackendError, match=r"load_state_dict of 0\.weight.*full_parameters\(model\)"):
             load(model.module)  # type: ignore[arg-type]
-        with backend.full_parameters(model):
+        with backend.states.full_parameters(model):
             load(model.module)  # type: ignore[arg-type]
         expected = small()
         load(expected)
@@ -239,10 +239,10 @@ def test_gradients_are_refused_to_readers_while_ranks_have_parts(rank: int, worl
     with engine(stage, "none") as (backend, model, optimizer):
         for step in range(2):
             backend.backward(loss_of(model, rank, step))
-            measured = backend.clip_grad_norm(model.parameters(), float("inf"))
+            measured = backend.gradients.clip_norm(model.parameters(), float("inf"))
             with pytest.raises(BackendError, match=r"0\.weight\.grad was read.*accelerator\.clip_grad_norm_"):
                 norm()
-            assert measured == backend.clip_grad_norm(model.parameters(), float("inf"))
+            assert measured == backend.gradients.clip_norm(model.parameters(), float("inf"))
             model.module.zero_grad()  # type: ignore[union-attr,operator]
             backend.step(optimizer)
             assert norm() == 0

@@ -77,12 +77,14 @@ class Undecided:
 
     def open(self, candidate: "Candidate") -> "Backend":
         """Opens the backend of a candidate."""
+        from accel_backends.core.backend import build_options
         from accel_backends.core.registry import load_backend
 
         kind = load_backend(candidate.backend)
         if self.strategy.among is not None:
-            return self.opener(candidate.backend, self.strategy.among.settled(candidate.options) or kind.options({}))
-        options = self.preferred if isinstance(self.preferred, kind.Config) else kind.options(candidate.options)
+            settled = self.strategy.among.settled(candidate.options)
+            return self.opener(candidate.backend, settled or build_options(kind, {}))
+        options = self.preferred if isinstance(self.preferred, kind.Config) else build_options(kind, candidate.options)
         return self.opener(candidate.backend, options)
 
 

@@ -4,7 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, Self, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final
 from weakref import WeakSet
 
 import torch
@@ -40,12 +40,14 @@ from accel_state.watchdog.decorator import recorded
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_backends import BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from accel_backends import Backend, BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_data import LoaderOptions
     from accel_deepspeed import DeepSpeedPlugin
     from accel_observe.tracking.registry import LogWith
     from accel_precision import PrecisionPolicy
     from accel_state import ParallelismConfig
+
+B = TypeVar("B", bound="Backend")
 
 
 @final
@@ -320,7 +322,7 @@ class Accelerator(
         return {
             "progress": Companion(self._progress_of_run.save, self._progress_of_run.load),
             "trackers": Companion(self.state_dict_of_trackers, self.continue_trackers),
-            "counts": Companion(self.backend.counts, lambda saved: self.backend.load_counts(saved or ())),
+            "counts": Companion(self.backend.states.counts, lambda saved: self.backend.states.load_counts(saved or ())),
         }
 
     def _places(self, device_placement: bool | None) -> bool:
@@ -357,8 +359,8 @@ class Accelerator(
         if self._preemption is not None:
             self._preemption.before_backward()
         clock.unstepped = clock.due or clock.unstepped
-        if backend.scaler is not None:
-            clock.settle_scale(backend)
+        if backend.loss_scale is not None:
+            clock.settle_scale(backend.loss_scale)
         if weight is not None:
             self._weighted_backward(loss, weight, kwargs)
             return
@@ -367,7 +369,7 @@ class Accelerator(
         else:
             backend.backward(loss, scale=clock.scale, **kwargs)
         if clock.due and clock.correction != 1.0:
-            accumulation.correct_short_window(clock, self._accumulated(), backend)
+            accumulation.correct_short_window(clock, self._accumulated(), backend.gradients)
 
     # ---------------------------------------------------------------------------------------------------- end
 
@@ -385,6 +387,18 @@ class Accelerator(
         from accel_precision import plain_module
 
         return plain_module(self.backend.unwrap(own, keep_torch_compile=False))
+
+    def native(self, kind: type[B]) -> B:
+        """Returns the backend as an instance of ``kind``, with the methods that only that backend has.
+
+        ``accelerator.native(DeepSpeedBackend).zero_init()``, for example.
+
+        Raises:
+            BackendError: another backend runs; the message names the strategy that gives this one.
+        """
+        from accel_backends.core.native import native
+
+        return native(self.backend, kind)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Releases all prepared objects; returns a None for each argument: ``a, b = accelerator.free_memory(a, b)``."""

@@ -40,7 +40,7 @@ class LocalSGD:
     def __enter__(self) -> Self:
         if self.enabled:
             # all ranks start from the same parameters; raises if the backend cannot average them
-            self._backend.average_parameters(self._model)
+            self._backend.gradients.average_parameters(self._model)
             self._quiet = self._backend.no_sync(self._model)
             self._quiet.__enter__()
             self._accelerator._trained_apart.add(self._model)
@@ -53,7 +53,7 @@ class LocalSGD:
         """
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
-            self._backend.average_parameters(self._model)
+            self._backend.gradients.average_parameters(self._model)
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._quiet is None:
@@ -62,4 +62,4 @@ class LocalSGD:
         self._quiet = None
         self._accelerator._trained_apart.discard(self._model)
         if kind is None and self.num_steps % self.local_sgd_steps:
-            self._backend.average_parameters(self._model)
+            self._backend.gradients.average_parameters(self._model)

@@ -10,12 +10,19 @@ from accel.loop.accumulator import StepClock
 from accel_state.errors import BackendError
 
 
+class GroupCheck(Protocol):
+    """Interface of a backend's gradients that a prepared optimizer needs."""
+
+    def check_group(self, group: Mapping[str, Any]) -> None: ...
+
+
 class Stepper(Protocol):
     """Interface of a backend that a prepared optimizer needs."""
 
+    @property
+    def gradients(self) -> GroupCheck: ...
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool: ...
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None: ...
-    def check_group(self, group: Mapping[str, Any]) -> None: ...
 
 
 @final
@@ -120,7 +127,7 @@ class PreparedOptimizer(Optimizer):
         if self._backend is not None:
             if isinstance(given := param_group["params"], Iterator):
                 param_group["params"] = list(given)
-            self._backend.check_group(param_group)
+            self._backend.gradients.check_group(param_group)
         self.optimizer.add_param_group(param_group)
 
     @property

@@ -60,7 +60,7 @@ class Run:
     def parts(self) -> dict[str, object]:
         """Every part's state; and the random state and the gradients of the open window, which are no parts."""
         states = {name: copy.deepcopy(part.state_dict()) for name, part in self.accelerator._train_state().items()}
-        gradients = copy.deepcopy(self.accelerator.backend.unreduced_gradients(self.model))
+        gradients = copy.deepcopy(self.accelerator.backend.gradients.unreduced(self.model))
         return {**states, "rng": torch.get_rng_state(), "gradients": gradients}
 
 
@@ -271,7 +271,7 @@ def test_parameters_that_are_new_or_gone_are_tolerated_and_reported(
         part = report.parts[name]
         assert (set(part.loaded), set(part.missing), set(part.left_over)) == (set(COMMON), set(NEW), set(GONE))
     assert "left over in the checkpoint: old.weight, old.bias" in str(report)
-    held = loading.backend.full_optimizer_state(optimizer.optimizer, loading._models, main_only=False)
+    held = loading.backend.states.full_optimizer(optimizer.optimizer, loading._models, main_only=False)
     for name in COMMON:
         assert torch.equal(held["state"][name]["exp_avg"], saved["state"][name]["exp_avg"]), name
     assert not set(held["state"].get(NEW[0], {}).get("exp_avg", torch.zeros(1)).flatten().tolist()) - {0.0}

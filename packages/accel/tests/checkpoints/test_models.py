@@ -53,9 +53,9 @@ def plain(value: Tensor) -> tuple[str, list[float]]:
 def snapshot(accelerator: Accelerator, model: nn.Module, optimizers: list[Any]) -> dict[str, object]:
     """All that is saved of them, whole."""
     backend = accelerator.backend
-    held: dict[str, object] = {name: plain(value) for name, value in backend.model_state(model).items()}
+    held: dict[str, object] = {name: plain(value) for name, value in backend.states.model(model).items()}
     for number, optimizer in enumerate(optimizers):
-        state = backend.optimizer_state(optimizer.optimizer, [model])
+        state = backend.states.optimizer(optimizer.optimizer, [model])
         held[f"groups {number}"] = [[group[key] for key in sorted(group)] for group in state["param_groups"]]
         for name, values in state["state"].items():
             held |= {f"{number} {name} {key}": plain(torch.as_tensor(value)) for key, value in values.items()}

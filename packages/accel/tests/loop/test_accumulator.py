@@ -122,7 +122,7 @@ def test_groups_of_models_have_windows_of_their_own() -> None:
 class Updates(list[bool]):
     """Whether each update of the loss scale was held."""
 
-    def update_scaler(self, *, hold: bool = False) -> None:
+    def update(self, *, hold: bool = False) -> None:
         self.append(hold)
 
     def overflow_dropped(self) -> bool:

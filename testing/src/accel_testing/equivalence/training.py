@@ -109,9 +109,9 @@ def open_accelerator(layout: Layout, *, cpu: bool = True) -> "Accelerator":
 
     strategy: Any = layout.backend
     if layout.options:
-        from accel_backends import load_backend
+        from accel_backends import build_options, load_backend
 
-        strategy = load_backend(layout.backend).options({name: _FLAGS.get(v, v) for name, v in layout.options})
+        strategy = build_options(load_backend(layout.backend), {name: _FLAGS.get(v, v) for name, v in layout.options})
     parallelism = None
     if layout.degrees:
         from accel_state import ParallelismConfig

@@ -26,7 +26,7 @@ class Capabilities:
         gathers_fp8: whether sharded weights can be all-gathered in 8 bits.
         offload: whether parameters or optimizer states can be kept in host memory.
         meta_device: whether models on the meta device can be prepared, and are initialised then.
-        loads_in_place: whether a state to load may contain the tensors of ``model_state`` and ``optimizer_state``
+        loads_in_place: whether a state to load may contain the tensors of ``states.model`` and ``states.optimizer``
             themselves, with new values in them.
         optimizer_states_of_some: whether an optimizer state may lack some of the optimizer's parameters.
     """

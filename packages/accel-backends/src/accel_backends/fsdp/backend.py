@@ -1,6 +1,6 @@
 """Backend that shards parameters, gradients and optimizer states with torch's ``fully_shard`` (FSDP2)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary
@@ -10,30 +10,31 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accel_backends.core.backend import _NOTHING, Backend
 from accel_backends.core.bundle import Bundle
 from accel_backends.core.capabilities import Capabilities
 from accel_backends.core.config import BackendConfig
+from accel_backends.core.module_backend import ModuleBackend
 from accel_backends.core.replaced import replace_parameters
-from accel_backends.fsdp.backward_errors import explained
+from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.float8 import follow
-from accel_backends.fsdp.full_state_loading import take_full_tensors
-from accel_backends.fsdp.mesh import ShardingMesh
-from accel_backends.fsdp.outside_forward import outside_units, refuse_outside
+from accel_backends.fsdp.gradients import DTensorGradients
+from accel_backends.fsdp.mesh import MeshLayout, ShardingMesh
+from accel_backends.fsdp.outside_forward import explained, outside_units, refuse_outside
 from accel_backends.fsdp.shard import (
     Sharded,
     Sharder,
     adopt,
     check_torch,
     find_unused,
+    reshard,
     shard_dtypes,
     shard_model,
     synchronising,
     units_of,
 )
+from accel_backends.fsdp.states import DTensorStates, take_full_tensors
 from accel_backends.fsdp.unit_record import watch_units
-from accel_backends.fsdp.unreduced_gradients import set_unreduced_gradients, unreduced_gradients
 from accel_backends.fsdp.validate import (
     check_flattened,
     check_gradients,
@@ -47,12 +48,12 @@ from accel_backends.fsdp.validate import (
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
-from accel_backends.ops.dtensor import full_parameters, is_dtensor, placed_like, sharded_like
+from accel_backends.ops.dtensor import is_dtensor, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.ops.optimizer_trial import check_on_shards, holds_any
-from accel_backends.ops.state_dicts import STATE, load_model_state, optimizer_names
+from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
 
@@ -63,7 +64,7 @@ _log = get_logger(__name__)
 
 
 @final
-class FSDPBackend(Backend):
+class FSDPBackend(ModuleBackend):
     """Shards models in place, unit by unit; a prepared model is the user's own object, with DTensors as parameters.
 
     The precision is built into ``fully_shard``: parameters are all-gathered in the policy's compute dtype, outputs are
@@ -76,10 +77,11 @@ class FSDPBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         sharded=True, gathers_fp8=True, offload=True, meta_device=True, loads_in_place=True
     )
+    named_options: ClassVar[Mapping[str, Any]] = {"fsdp_version": 2}
     distributed_type: ClassVar[str] = "FSDP"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, run: Run, config: BackendConfig | None = None) -> None:
+        super().__init__(run, config)
         self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
         check_torch(self._options)
         self._spread = ShardingMesh(self.session, self._options)
@@ -89,16 +91,9 @@ class FSDPBackend(Backend):
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
         self._released: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
         self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-
-    @classmethod
-    def options(cls, values: Mapping[str, Any]) -> BackendConfig:
-        """Builds options with ``fsdp_version=2``, which the name of this backend implies."""
-        return FSDPConfig.build({"fsdp_version": 2, **values})
-
-    @property
-    def degrees(self) -> tuple[int, int]:
-        """Number of replicas and shard degree, from the options."""
-        return self._spread.degrees
+        self.layout = MeshLayout(run, self._spread)
+        self.gradients = DTensorGradients(self, self._sharded)
+        self.states = DTensorStates(self, self._sharded)
 
     # Preparing
 
@@ -118,7 +113,7 @@ class FSDPBackend(Backend):
             check_gradients(model, units)
         splitting = self._splitting(bundle.models)
         check_optimizers(bundle.optimizers, self._options, splitting)
-        check_flattened(bundle.optimizers, splitting, self.degrees[1])
+        check_flattened(bundle.optimizers, splitting, self.layout.degrees[1])
 
     def bind(self, bundle: Bundle) -> Bundle:
         """As every backend, after all ranks have verified that they prepare the same."""
@@ -150,9 +145,9 @@ class FSDPBackend(Backend):
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """Shards a model that trains, precision included; a model that is only evaluated stays unsharded."""
-        return self.prepare_model(model) if training else super().ready(model, placed=placed, training=False)
+        return self.wrap(model) if training else super().ready(model, placed=placed, training=False)
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """Shards the model in place and returns it; a model that the user has sharded already is left as it is."""
         root = innermost(model)
         if is_sharded(root):
@@ -186,7 +181,7 @@ class FSDPBackend(Backend):
         if self.session.world_size > 1:
             own = {name: root.get_submodule(name) for name in ("", *units.inside_out)}
             pairs = {name: (module, module) for name, module in own.items()}
-            watch_units(root, kind, pairs, self.session.group, replicas=self.degrees[0])
+            watch_units(root, kind, pairs, self.session.group, replicas=self.layout.degrees[0])
         return model
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
@@ -223,16 +218,11 @@ class FSDPBackend(Backend):
 
     # A step
 
-    @property
-    def gradient_average(self) -> int:
-        """World size of the session."""
-        return self.session.world_size
-
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
         """As on one device.
 
         Raises:
-            BackendError: backward needs parameters that have been resharded; see ``backward_errors``.
+            BackendError: backward needs parameters that have been resharded; see ``outside_forward.explained``.
         """
         reducing = [(root, sharded) for root, sharded in self._sharded.items() if sharded.synchronising]
         whole = [sharded.whole for _, sharded in reducing if sharded.whole]
@@ -270,66 +260,12 @@ class FSDPBackend(Backend):
         Afterwards recomputes the scales of weights that are all-gathered in 8 bits.
         """
         for root, sharded in self._sharded.items():
-            self._reshard(root, sharded)
+            reshard(root, sharded)
         stepped = super().step(optimizer, closure)
         for sharded in self._sharded.values():
             if sharded.follower is not None:
                 sharded.follower.renew()
         return stepped
-
-    # States
-
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Returns DTensors by FQN."""
-        self._rest([model])
-        return super().model_state(model)
-
-    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads DTensors, or full tensors that are equal on every rank."""
-        self._rest([model])
-        load_model_state(model, state, strict=strict, place=placed_like)
-
-    def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Returns unreduced gradients plus those reduced earlier in the window, as full tensors by FQN."""
-        self._rest([model])
-        return unreduced_gradients(model)
-
-    def set_unreduced_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Reduces the given gradients at once; later backwards of the accumulation window add to the result."""
-        self._rest([model])
-        set_unreduced_gradients(model, gradients, group=self.session.group)
-
-    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Returns optimizer states as DTensors, by FQN."""
-        self._rest(models)
-        return super().optimizer_state(optimizer, models)
-
-    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads DTensors, or full tensors that are equal on every rank."""
-        self._rest(models)
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parameters = dict(zip(optimizer_names(optimizer, models), held, strict=True))
-        values = {
-            name: {key: placed_like(value, parameters.get(name)) for key, value in entries.items()}
-            for name, entries in state[STATE].items()
-        }
-        super().load_optimizer_state(optimizer, models, {**state, STATE: values})
-
-    def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """Context in which parameters are full tensors on every rank; changes are kept unless ``writeback`` is off.
-
-        Collective: every rank of the group must call this.
-        """
-        self._rest([model])
-        return full_parameters(model, writeback=writeback)
-
-    def sync_buffers(self, models: Iterable[nn.Module]) -> None:
-        """Broadcasts rank 0's buffers, because forwards since ``prepare`` have updated each rank's separately."""
-        buffers = [buffer for model in models if self._sharding(model) is not None for buffer in model.buffers()]
-        if buffers and self.session.world_size > 1:
-            from accel_state.collectives.tensors import broadcast
-
-            broadcast(buffers, group=self.session.group)
 
     # Helpers of the above
 
@@ -357,21 +293,7 @@ class FSDPBackend(Backend):
             all_filled=self._all_filled,
         )
 
-    def _sharding(self, model: nn.Module) -> Sharded | None:
-        return self._sharded.get(innermost(model))
-
     def _synchronising(self, model: nn.Module, *, enable: bool) -> AbstractContextManager[Any]:
         root = innermost(model)
         sharded = self._sharded.get(root)
-        return _NOTHING if sharded is None else synchronising(root, sharded, enable)
-
-    def _rest(self, models: Iterable[nn.Module]) -> None:
-        for model in models:
-            sharded = self._sharding(model)
-            if sharded is not None:
-                self._reshard(innermost(model), sharded)
-
-    def _reshard(self, root: nn.Module, sharded: Sharded) -> None:
-        cast(Any, root).reshard()
-        for unit in sharded.kept:
-            unit.reshard()
+        return NOTHING if sharded is None else synchronising(root, sharded, enable)

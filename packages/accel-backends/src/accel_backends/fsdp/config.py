@@ -80,7 +80,7 @@ class FSDPConfig(BackendConfig):
             ranks.
         state_dict_config: form of full state dicts from ``get_state_dict``: a mapping of ``offload_to_cpu`` and
             ``rank0_only`` (both True), or torch's ``FullStateDictConfig``.
-        optim_state_dict_config: the same for ``Backend.full_optimizer_state``.
+        optim_state_dict_config: the same for ``full_optimizer`` of the states.
 
     Raises:
         ConfigError: an invalid value, with the nearest valid one.
@@ -130,7 +130,7 @@ class FSDPConfig(BackendConfig):
         """
         if device_type != "xla":
             return self
-        from accel_backends.xla.backend import XLAConfig
+        from accel_backends.xla.config import XLAConfig
 
         unable = ("cpu_offload", "activation_checkpointing", "shard_size", "replicate_size", "ignored_modules")
         for name in unable:

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, final
 
+from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
+from accel_backends.roles.layout import ReplicatedLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,3 +68,17 @@ class ShardingMesh:
             backend = self._session.device.collective_backend
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             self._owns_group = True
+
+
+@final
+class MeshLayout(ReplicatedLayout):
+    """Layout of models that are sharded over ``mesh``."""
+
+    def __init__(self, run: Run, mesh: ShardingMesh) -> None:
+        super().__init__(run)
+        self._sharding = mesh
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Number of replicas and shard degree, from the options."""
+        return self._sharding.degrees

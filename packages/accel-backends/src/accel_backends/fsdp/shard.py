@@ -1,6 +1,6 @@
 """Sharding of a model in place with torch's ``fully_shard``, unit by unit."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
@@ -14,7 +14,7 @@ from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.scalar_parameters import WholeParameters
 from accel_backends.fsdp.unused_parameters import Usage
 from accel_backends.fsdp.wrap_units import Units, find_units
-from accel_backends.ops.fqn import natural, places
+from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.ops.meta_init import Made, materialise
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
@@ -108,6 +108,26 @@ class Sharded:
     def kept(self) -> list["FSDPModule"]:
         """Units that stay unsharded after forward."""
         return _alive(self._kept)
+
+
+ShardedModels = MutableMapping[nn.Module, Sharded]
+"""Sharded models by their innermost modules."""
+
+
+def rest(sharded: ShardedModels, models: Iterable[nn.Module]) -> None:
+    """Reshards those of the models that are sharded, before their parameters or states are read."""
+    for model in models:
+        root = innermost(model)
+        found = sharded.get(root)
+        if found is not None:
+            reshard(root, found)
+
+
+def reshard(root: nn.Module, sharded: Sharded) -> None:
+    """Frees the full parameters that a forward without backward has left."""
+    cast(Any, root).reshard()
+    for unit in sharded.kept:
+        unit.reshard()
 
 
 def _alive(units: Iterable["ref[FSDPModule]"]) -> list["FSDPModule"]:

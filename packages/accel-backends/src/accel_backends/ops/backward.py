@@ -30,15 +30,21 @@ class ScaledBackward:
             BackendError: a loss that is no scalar or has no graph.
         """
         try:
-            if scale == 1.0:
-                loss.backward(**kwargs)
-            elif kwargs or loss.dtype.itemsize < 4:
-                (loss.float() if loss.dtype.itemsize < 4 else loss).mul(scale).backward(**kwargs)
-            else:
-                loss.backward(self._gradient(loss, scale))
+            scaled, arguments = self.scaled(loss, scale, kwargs)
+            scaled.backward(**arguments)
         except (RuntimeError, AttributeError) as error:
             explain(loss, kwargs, error)
             raise
+
+    def scaled(
+        self, loss: torch.Tensor, scale: float, kwargs: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """Returns a tensor and the arguments with which its ``backward`` computes the gradients of the scaled loss."""
+        if scale == 1.0:
+            return loss, kwargs
+        if kwargs or loss.dtype.itemsize < 4:
+            return (loss.float() if loss.dtype.itemsize < 4 else loss).mul(scale), kwargs
+        return loss, {"gradient": self._gradient(loss, scale)}
 
     def clear(self) -> None:
         """Drops the cached root gradient."""

@@ -8,9 +8,8 @@ compilation, which takes seconds. Sources: torch_xla's documentation of PyTorch/
 for the partitioning of a program with marked tensors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
@@ -18,55 +17,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_backends.core.backend import Backend
 from accel_backends.core.bundle import Bundle
 from accel_backends.core.capabilities import Capabilities
 from accel_backends.core.config import BackendConfig
-from accel_backends.ops.fqn import innermost
-from accel_backends.ops.state_dicts import load_model_state, load_optimizer_state, model_state, optimizer_state
+from accel_backends.core.module_backend import ModuleBackend
+from accel_backends.core.run import Run
 from accel_backends.xla.compilations import CompilationWatch
-from accel_backends.xla.mesh import open_mesh, shard, shard_rows
-from accel_state.errors import BackendError, ConfigError
+from accel_backends.xla.config import XLAConfig
+from accel_backends.xla.gradients import XLAGradients
+from accel_backends.xla.mesh import open_mesh, shard_rows
+from accel_backends.xla.recording import run_recorded
+from accel_backends.xla.states import XLAStates, shard_parameters
+from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from accel_state.topology import Topology
 
 
-@dataclass(slots=True)
-class XLAConfig(BackendConfig):
-    """Options of sharding over XLA devices.
-
-    Attributes:
-        shard_parameters: shard every parameter, gradient and optimizer state over the devices; the compiler all-gathers
-            the parameters of a layer (torch_xla's FSDPv2). False: each device holds all of them.
-        min_shard_size: parameters of fewer elements are replicated.
-        quiet_steps: optimizer steps in which compilations are expected; each later one is reported with its step.
-
-    Values may be texts, as given on a command line.
-
-    Raises:
-        ConfigError: a text that is no truth value, or a negative number.
-    """
-
-    backend: ClassVar[str] = "xla"
-
-    shard_parameters: bool = False
-    min_shard_size: int = 0
-    quiet_steps: int = 2
-
-    def __post_init__(self) -> None:
-        from accel_backends.core.option_parsing import as_flag, as_number
-
-        self.shard_parameters = as_flag("shard_parameters", self.shard_parameters)
-        for name in ("min_shard_size", "quiet_steps"):
-            value = as_number(name, getattr(self, name))
-            if value < 0:
-                raise ConfigError(f"{name} is {value}; it must be a whole number of at least 0")
-            setattr(self, name, value)
-
-
 @final
-class XLABackend(Backend):
+class XLABackend(ModuleBackend):
     """One process drives all XLA devices of a host; each batch is split into one part per device.
 
     The batches of a step on all hosts form one tensor: losses, norms and gathered tensors are those of the global
@@ -89,7 +58,8 @@ class XLABackend(Backend):
     )
     distributed_type: ClassVar[str] = "XLA"
 
-    def __init__(self, session: Any, policy: Any, config: BackendConfig | None = None, **options: Any) -> None:
+    def __init__(self, run: Run, config: BackendConfig | None = None) -> None:
+        session = run.session
         if session.device.type != "xla":
             raise BackendError(
                 f"backend {self.name!r} needs XLA devices, and this is {session.device}: {_how_to_get()}"
@@ -98,9 +68,11 @@ class XLABackend(Backend):
         check_hosts(count_hosts(), session.topology)
         open_mesh(session.group)
         check_gradients(session.device.torch)
-        super().__init__(session, policy, config, **options)
+        super().__init__(run, config)
         self.watch = CompilationWatch(cast(XLAConfig, self.config).quiet_steps)
-        self._micro_batch = _MicroBatch(self.watch, self._sync)
+        self._micro_batch = _MicroBatch(self.watch, run_recorded)
+        self.gradients = XLAGradients(self)
+        self.states = XLAStates(self)
 
     @property
     def num_devices(self) -> int:
@@ -112,7 +84,7 @@ class XLABackend(Backend):
     def bind(self, bundle: Bundle) -> Bundle:
         """As every backend; afterwards runs the recorded copies, so that no step's computation contains them."""
         bundle = super().bind(bundle)
-        self._sync()
+        run_recorded()
         return bundle
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -124,10 +96,10 @@ class XLABackend(Backend):
         for (module, name), *others in tied:
             for other, alias in others:
                 setattr(other, alias, getattr(module, name))
-        self._spread(model)
+        shard_parameters(model, cast(XLAConfig, self.config))
         return model
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """Returns the model itself."""
         return model
 
@@ -135,13 +107,6 @@ class XLABackend(Backend):
         """Broadcasts the first host's parameters and buffers, because every host sends its own to its devices."""
         own = {id(one): one.detach() for one in (*model.parameters(), *model.buffers())}
         self.session.broadcast([one for one in own.values() if one.device.type == "cpu"])
-
-    def _spread(self, model: nn.Module) -> None:
-        config = cast(XLAConfig, self.config)
-        if config.shard_parameters:
-            for parameter in innermost(model).parameters():
-                if parameter.dim() and parameter.numel() >= config.min_shard_size:
-                    shard(parameter)
 
     # A step
 
@@ -152,56 +117,8 @@ class XLABackend(Backend):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Updates parameters, ends the recording of the step and runs it."""
         taken = super().step(optimizer, closure)
-        self.watch.end_step(self._sync)
+        self.watch.end_step(run_recorded)
         return taken
-
-    # States
-
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Returns full tensors in host memory, because the next step replaces device tensors."""
-        return cast("dict[str, Any]", self._on_host(model_state(model)))
-
-    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads a state of any backend; tensors are sharded as the parameters were."""
-        load_model_state(model, state, strict=strict)
-        self._spread(model)
-        self._sync()
-
-    def optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Returns full tensors in host memory, by FQN."""
-        return cast("dict[str, Any]", self._on_host(optimizer_state(optimizer, models)))
-
-    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads a state of any backend; each tensor is sharded like its parameter."""
-        load_optimizer_state(optimizer, models, state)
-        config = cast(XLAConfig, self.config)
-        if config.shard_parameters:
-            for parameter, values in optimizer.state.items():
-                for value in values.values():
-                    if _is_alike(value, parameter) and parameter.numel() >= config.min_shard_size:
-                        shard(value)
-        self._sync()
-
-    def unreduced_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Returns gradients as full tensors in host memory."""
-        return cast("dict[str, torch.Tensor]", self._on_host(super().unreduced_gradients(model)))
-
-    def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether all elements of each gradient are finite; runs the computations recorded so far."""
-        self._sync()
-        return super().finite(gradients)
-
-    def _on_host(self, state: Any) -> Any:
-        from accel_state.pytree.operations import map_leaves
-
-        # Runs the recorded computations once, instead of a part of them for each copied tensor.
-        self._sync()
-        return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, state)
-
-    def _sync(self) -> None:
-        import torch_xla
-
-        torch_xla.sync()
 
 
 @final
@@ -275,7 +192,3 @@ def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name))
     return [group for group in places.values() if len(group) > 1]
-
-
-def _is_alike(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.device == parameter.device and value.shape == parameter.shape

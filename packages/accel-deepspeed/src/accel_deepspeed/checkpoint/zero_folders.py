@@ -34,7 +34,7 @@ class Folder:
 
     Attributes:
         model: tensors by FQN, in fp32 if the optimizer has master weights.
-        optimizer: as ``Backend.optimizer_state`` returns it; None if none was saved, or without parameter names.
+        optimizer: as ``ReplicatedStates.optimizer`` returns it; None if none was saved, or without names.
         counts: taken and skipped steps, by DeepSpeed's names.
         scale: loss scale of fp16, in the form of ``LossScaler.state_dict``; None without a loss scale.
     """

@@ -66,8 +66,8 @@ class Sequences:
         if not any(isinstance(module, DistributedAttention) for module in model.modules()):
             raise PrepareError(
                 f"sequence_parallel_size={self.size}, and nothing in this {type(model).__name__} attends over the "
-                "parts of all ranks; give its attention to accelerator.backend.sequence_attention, or to DeepSpeed's "
-                "DistributedAttention with accelerator.backend.sequence_group"
+                "parts of all ranks; give its attention to accelerator.backend.layout.sequence_attention, or to "
+                "DeepSpeed's DistributedAttention with accelerator.backend.layout.sequence_group"
             )
 
     def take(self, model: nn.Module, group: "ProcessGroup | None", attention: str | None) -> None:

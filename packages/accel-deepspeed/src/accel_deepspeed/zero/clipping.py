@@ -1,103 +1,15 @@
 """Norms and clipping of an engine's accumulated gradients, of all parameters or some of them."""
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, final
 
 import torch
-from torch import nn
 
-from accel_backends.core.gradient_methods import BackendGradients
 from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from accel_deepspeed.engine.engine import Prepared
-    from accel_deepspeed.engine.registry import Engines
-    from accel_deepspeed.zero.gradients import Factor, Gradients
-
-_NORM, _VALUE = "clip_grad_norm_", "clip_grad_value_"
-
-
-class ZeroClipping(BackendGradients):
-    """Base of the backend that measures and clips gradients, which are partitioned over ranks from stage 1 on."""
-
-    device: torch.device
-    _engines: "Engines"
-
-    def scale_gradients(self, models: Iterable[nn.Module], factor: "Factor") -> None:
-        """Multiplies the accumulated gradients of engines, unreduced ones before their reduction."""
-        for model in models:
-            prepared = self._engines.find(model)
-            if prepared is not None and prepared.gradients is not None and prepared.gradients.filled:
-                prepared.gradients.scale(factor)
-
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Clips to ``max_norm`` and returns the norm over all ranks before clipping.
-
-        The 2-norm of all parameters is clipped in the engine's next step, other norms and subsets of parameters at
-        once.
-
-        Collective: every rank of the group must call this.
-
-        Raises:
-            BackendError: a norm that is not positive; parameters of no engine or of several; a clip that conflicts with
-                ``gradient_clipping`` of the configuration; another norm or a subset of parameters together with
-                experts, tensor parallelism, Muon, or gradients on disk.
-        """
-        if not norm_type > 0.0:
-            raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
-        prepared, chosen = self._engines.of_parameters(parameters, self._owned, _NORM)
-        gradients = prepared.gradients
-        assert gradients is not None
-        limited = max_norm != math.inf
-        usual = norm_type == 2 and chosen is None
-        if limited:
-            _check_stated(prepared, max_norm, usual=usual)
-        if not gradients.filled:
-            return torch.zeros((), device=self.device)
-        part = None if usual else PartOfGradients(gradients, chosen, _NORM)
-        norm = gradients.norm() if part is None else part.norm(norm_type)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise BackendError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is set")
-        if limited and part is None:
-            gradients.clip(max_norm, norm)
-        elif limited and part is not None:
-            part.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    def norm_so_far(
-        self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """As every backend, divided by the engine's own loss scale.
-
-        Raises:
-            BackendError: parameters of no engine or of several.
-        """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        prepared, _ = self._engines.of_parameters(parameters, self._owned, _NORM)
-        assert prepared.gradients is not None
-        return super().norm_so_far(parameters, models, norm_type) / prepared.gradients.loss_scale
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamps the gradients that this rank's optimizer updates.
-
-        Collective: every rank of the group must call this.
-
-        Raises:
-            BackendError: a negative limit; parameters of no engine or of several; gradients on disk (nvme).
-        """
-        if not clip_value >= 0.0:
-            raise BackendError(f"clip_value is {clip_value}; expected a number >= 0")
-        prepared, chosen = self._engines.of_parameters(parameters, self._owned, _VALUE)
-        if prepared.gradients is not None and prepared.gradients.filled:
-            PartOfGradients(prepared.gradients, chosen, _VALUE).limit(clip_value)
+    from accel_deepspeed.zero.gradients import Gradients
 
 
 @final
@@ -165,7 +77,7 @@ class PartOfGradients:
         self._gradients.changed()
 
 
-def _check_stated(prepared: "Prepared", max_norm: float, *, usual: bool) -> None:
+def check_clip(prepared: "Prepared", max_norm: float, *, usual: bool) -> None:
     """Refuses a clip that conflicts with ``gradient_clipping`` of the configuration.
 
     Raises:

@@ -40,9 +40,9 @@ class StepGradients:
         self._parameters = dict(names)
         self._held: dict[int, torch.Tensor] = {}
         self._usual: torch.Tensor | None = None
-        self.spread = backend.degrees[1] > 1 or backend.shared_degrees.get("tp", 1) > 1
+        self.spread = backend.layout.degrees[1] > 1 or backend.layout.shared_degrees.get("tp", 1) > 1
         self._handles = [
-            backend.watch_gradients(optimizer, self._held.update)
+            backend.gradients.watch(optimizer, self._held.update)
             for optimizer in optimizers
             if isinstance(optimizer, Optimizer)
         ]
@@ -64,7 +64,7 @@ class StepGradients:
         from accel_backends.ops.clip import listed
 
         found = self._found()
-        good = dict(zip(found, self._backend.finite(list(found.values())), strict=True))
+        good = dict(zip(found, self._backend.gradients.finite(list(found.values())), strict=True))
         bad = torch.tensor([not good.get(name, True) for name in self._parameters], dtype=torch.float32)
         return listed([name for name, worst in zip(self._parameters, self._summed(bad).tolist(), strict=True) if worst])
 

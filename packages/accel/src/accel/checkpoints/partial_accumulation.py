@@ -18,7 +18,7 @@ GRADIENTS = "gradients"
 
 def collect(backend: "Backend", models: Sequence[nn.Module]) -> dict[str, Any]:
     """This rank's unreduced gradients, by model position and parameter name."""
-    return {str(position): backend.unreduced_gradients(model) for position, model in enumerate(models)}
+    return {str(position): backend.gradients.unreduced(model) for position, model in enumerate(models)}
 
 
 def refuse(held: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -63,6 +63,6 @@ def restore(
     factor = 1.0 if same else world_size / saved_ranks
     for number, model in enumerate(models):
         held = totals.get(str(number), {})
-        backend.set_unreduced_gradients(
+        backend.gradients.set_unreduced(
             model, held if same else {name: gradient * factor for name, gradient in held.items()}
         )

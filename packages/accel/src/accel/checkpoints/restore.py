@@ -239,7 +239,7 @@ def _restore_random_state(checkpoint: "Checkpoint", backend: "Backend") -> None:
     """
     from accel_state import rng
 
-    rank = backend.rng_seed_rank
+    rank = backend.layout.rng_seed_rank
     own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
     if own is not None:
         if "numpy" in own and find_spec("numpy") is not None:

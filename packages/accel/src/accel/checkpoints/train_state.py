@@ -48,10 +48,10 @@ class ModelState:
     strict: bool = True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self.backend.model_state(self.model))
+        return dict(self.backend.states.model(self.model))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.backend.load_model_state(self.model, state, strict=self.strict)
+        self.backend.states.load_model(self.model, state, strict=self.strict)
 
     def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
@@ -69,12 +69,12 @@ class OptimizerState:
     strict: bool = True
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.backend.optimizer_state(self.optimizer, self.models))
+        return dict(self.backend.states.optimizer(self.optimizer, self.models))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not self.strict:
             state = fitted_optimizer(self.state_dict(), state)
-        self.backend.load_optimizer_state(self.optimizer, self.models, state)
+        self.backend.states.load_optimizer(self.optimizer, self.models, state)
 
     def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
@@ -89,7 +89,7 @@ class OptimizerState:
 
     def placement(self) -> Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...]], torch.Tensor | None]:
         """Where a saved tensor belongs that this optimizer does not have yet: with its parameter, if as large."""
-        parameters = self.backend.state_templates(self.optimizer, self.models)
+        parameters = self.backend.states.templates(self.optimizer, self.models)
 
         def place(path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
             parameter = parameters.get(path[1]) if len(path) == 3 and path[0] == STATE else None

@@ -112,7 +112,7 @@ class CheckpointFacet(ABC):
         state.add("optimizer", [OptimizerState(self.backend, o.optimizer, models, strict) for o in self._optimizers])
         state.add("scheduler", self._schedulers)
         state.add("loader", [LoaderState(loader, options.allow_changed_data) for loader in self._dataloaders])
-        state.add("scaler", self.backend.loss_scales)
+        state.add("scaler", self.backend.states.loss_scales)
         state.add("clock", [self.clock])
         return state.add("custom", self._custom_objects)
 

@@ -103,8 +103,8 @@ class DataFacet(ABC):
                 for loader in self._dataloaders:
                     stack.enter_context(loader.override_even_batches(even_batches))
             if not even:
-                stack.enter_context(self.backend.join(list(joinables)))
-                self._joining = self.backend.gradient_average > 1
+                stack.enter_context(self.backend.gradients.join(list(joinables)))
+                self._joining = self.backend.gradients.ranks > 1
                 stack.callback(self._stop_joining)
             yield
 
@@ -132,11 +132,11 @@ class DataFacet(ABC):
 
     def _whole_sequences(self, data: Any) -> Any:
         """Concatenates the sequence shards of the sequence-parallel group, in rank order."""
-        if self.backend.sequence_group is None:
+        if self.backend.layout.sequence_group is None:
             return data
         from accel.loop.metrics import join_parts
 
-        return join_parts(data, self.parallelism_config.size("sp"), self.backend.sequence_group)
+        return join_parts(data, self.parallelism_config.size("sp"), self.backend.layout.sequence_group)
 
     def _prepare_loader(
         self,

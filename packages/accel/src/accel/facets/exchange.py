@@ -53,18 +53,18 @@ class ExchangeFacet(ABC):
         groups = [
             group["params"]
             for optimizer in optimizers
-            for group in self.backend.optimizer_state(optimizer, models)["param_groups"]
+            for group in self.backend.states.optimizer(optimizer, models)["param_groups"]
         ]
         found = read_folder(Path(folder), tag, groups=groups or None)
-        self.backend.load_model_state(models[0], found.model)
+        self.backend.states.load_model(models[0], found.model)
         for optimizer in optimizers:
             if found.optimizer is not None:
-                self.backend.load_optimizer_state(optimizer, models, found.optimizer)
-        scales = self.backend.loss_scales
+                self.backend.states.load_optimizer(optimizer, models, found.optimizer)
+        scales = self.backend.states.loss_scales
         if found.scale is not None and scales:
             scales[min(position, len(scales) - 1)].load_state_dict(found.scale)
         if len(self._models) == 1:
-            self.backend.load_counts([found.counts])
+            self.backend.states.load_counts([found.counts])
 
     @recorded("export_deepspeed")
     def export_deepspeed(
@@ -80,7 +80,11 @@ class ExchangeFacet(ABC):
         Raises:
             BackendError: another backend.
         """
-        self.backend.export_native(self._models[self._exchanged(model)], os.fspath(folder), tag)
+        from accel_backends.core.native import native
+        from accel_deepspeed import DeepSpeedBackend
+
+        engine = native(self.backend, DeepSpeedBackend)
+        engine.export_native(self._models[self._exchanged(model)], os.fspath(folder), tag)
 
     def _exchanged(self, model: "nn.Module | None") -> int:
         if model is None and len(self._models) == 1:

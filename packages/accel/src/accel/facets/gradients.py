@@ -45,18 +45,18 @@ class GradientFacet(ABC):
         accumulated so far, which are not reduced over ranks yet, with the loss scale divided out.
         """
         if not self.clock.due:
-            return self.backend.norm_so_far(parameters, self._models, norm_type)
-        if self.backend.scaler is not None:
+            return self.backend.gradients.norm_so_far(parameters, self._models, norm_type)
+        if self.backend.loss_scale is not None:
             parameters = _listed(parameters)
-            self.backend.unscale(self._holding(parameters))
-        return self.backend.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+            self.backend.gradients.unscale(self._holding(parameters))
+        return self.backend.gradients.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamps every gradient element to ``[-clip_value, clip_value]``, when a step is due."""
         if self.clock.due:
             parameters = _listed(parameters)
-            self.backend.unscale(self._holding(parameters))
-            self.backend.clip_grad_value(parameters, clip_value)
+            self.backend.gradients.unscale(self._holding(parameters))
+            self.backend.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divides the gradients by the loss scale, once, for the given optimizer or all prepared ones.
@@ -72,7 +72,7 @@ class GradientFacet(ABC):
             )
         else:
             chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        self.backend.unscale([getattr(one, "optimizer", one) for one in chosen])
+        self.backend.gradients.unscale([getattr(one, "optimizer", one) for one in chosen])
 
     def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Full gradients of the next step by parameter name: averaged over ranks, with the loss scale divided out.
@@ -90,14 +90,14 @@ class GradientFacet(ABC):
                 "full_gradients was called inside an accumulation window, when every process has gradients of its own; "
                 "call it where accelerator.sync_gradients is True"
             )
-        if self.backend.scaler is not None:
-            self.backend.unscale(self._holding(model.parameters()))
-        read = self.backend.full_gradients
+        if self.backend.loss_scale is not None:
+            self.backend.gradients.unscale(self._holding(model.parameters()))
+        read = self.backend.gradients.full
         return recorded("full_gradients")(read)(model) if self.backend.capabilities.sharded else read(model)
 
     def autocast(self, autocast_handler: "AutocastKwargs | None" = None) -> AbstractContextManager[Any]:
         """Computes in the policy's dtype within the block, for computation outside of a prepared model's forward."""
-        return self.backend.autocast(autocast_handler)
+        return self.backend.run.autocast_context(autocast_handler)
 
     def _accumulated(self) -> list[nn.Module]:
         """Models of the current window, and models without a window of their own that its losses have reached."""
@@ -119,10 +119,10 @@ class GradientFacet(ABC):
         if not alone:
             self.backend.backward(loss, scale=scale, **kwargs)
             return
-        before = [self.backend.gradient_marks(self._models[n]) for n in alone]
+        before = [self.backend.gradients.marks(self._models[n]) for n in alone]
         self.backend.backward(loss, scale=scale, **kwargs)
         for position, marks in zip(alone, before, strict=True):
-            if self.backend.gradient_marks(self._models[position]) != marks:
+            if self.backend.gradients.marks(self._models[position]) != marks:
                 clock.window.reached.add(position)
 
     def _weighted_backward(self, loss: torch.Tensor, weight: Weight, kwargs: dict[str, Any]) -> None:
@@ -138,10 +138,10 @@ class GradientFacet(ABC):
         window = self.clock.window
         if self.clock.due:
             self._forget_dropped(window)
-        scale = weighted_scale(window, weight, self.backend, loss.device)
+        scale = weighted_scale(window, weight, self.backend.gradients, loss.device)
         self._backward(loss * scale, 1.0, kwargs)
         if self.clock.due:
-            normalise(window, self._accumulated(), self.backend)
+            normalise(window, self._accumulated(), self.backend.gradients)
 
     def _key(self, models: tuple[nn.Module, ...]) -> tuple[int, ...]:
         """Positions of these models among the prepared ones; () for all of them or no specific ones."""

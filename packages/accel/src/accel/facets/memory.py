@@ -86,8 +86,8 @@ class MemoryFacet(ABC):
         from accel_state.rng import rng_state, set_rng_state
 
         random = rng_state()
-        gradients = self.backend.unreduced_gradients(model)
-        self.backend.set_unreduced_gradients(model, {})
+        gradients = self.backend.gradients.unreduced(model)
+        self.backend.gradients.set_unreduced(model, {})
         sending = [module for module in model.modules() if getattr(module, "broadcast_buffers", False)]
         for module in sending:
             module.broadcast_buffers = False  # type: ignore[assignment]
@@ -95,7 +95,7 @@ class MemoryFacet(ABC):
         try:
             yield
         finally:
-            self.backend.set_unreduced_gradients(model, gradients)
+            self.backend.gradients.set_unreduced(model, gradients)
             for module in sending:
                 module.broadcast_buffers = True  # type: ignore[assignment]
             with torch.no_grad():

@@ -90,7 +90,7 @@ class ObservingFacet(ABC):
 
     def _note_skip(self) -> None:
         """Called after an optimizer step was skipped on all ranks."""
-        scaler = self.backend.scaler
+        scaler = self.backend.loss_scale
         scale = "" if scaler is None else f" at a loss scale of {scaler.current:g}"
         self.log_event("skipped", text=f"an optimizer step was left out, as gradients had overflowed{scale}")
 

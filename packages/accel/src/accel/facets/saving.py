@@ -98,8 +98,9 @@ class SavingFacet(CheckpointFacet, ABC):
         import accel_ckpt
 
         series, target = self._place(output_dir, alone=False)
-        self.backend.update_scaler(hold=self.clock.open)
-        self.backend.sync_buffers(self._models)
+        if self.backend.loss_scale is not None:
+            self.backend.loss_scale.update(hold=self.clock.open)
+        self.backend.states.sync_buffers(self._models)
         state, local = self._collect(notes, alone=False)
         described = self._described(notes)
         # If two runs save into one project at the same time, one takes the number, and the other gets an error.
@@ -136,7 +137,8 @@ class SavingFacet(CheckpointFacet, ABC):
         import accel_ckpt
 
         series, target = self._place(output_dir, alone=True)
-        self.backend.update_scaler(hold=self.clock.open)
+        if self.backend.loss_scale is not None:
+            self.backend.loss_scale.update(hold=self.clock.open)
         state, local = self._collect(notes, alone=True)
         described = self._described(notes)
         target = accel_ckpt.save(

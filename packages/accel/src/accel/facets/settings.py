@@ -86,7 +86,7 @@ class SettingsFacet(ABC):
     @property
     def scaler(self) -> Any:
         """Loss scaler; None if the precision needs none."""
-        return self.backend.scaler
+        return self.backend.loss_scale
 
     @property
     def fsdp_plugin(self) -> "FullyShardedDataParallelPlugin | None":
@@ -132,7 +132,10 @@ class SettingsFacet(ABC):
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"no DeepSpeed plugin {name!r}; there are {', '.join(known) or 'none by name'}{hint}")
-        self.backend.reconfigure(known[name])
+        from accel_backends.core.native import native
+        from accel_deepspeed import DeepSpeedBackend
+
+        native(self.backend, DeepSpeedBackend).reconfigure(known[name])
 
     @property
     def sync_gradients(self) -> bool:

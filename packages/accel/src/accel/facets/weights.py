@@ -44,7 +44,7 @@ class WeightsFacet(ABC):
         from accel_backends.ops.state_dicts import with_aliases
 
         self._need_all_parts()
-        state = self.backend.model_state(model) if sharded else self.backend.full_model_state(model)
+        state = self.backend.states.model(model) if sharded else self.backend.states.full_model(model)
         return with_aliases(model, state)
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
@@ -58,7 +58,7 @@ class WeightsFacet(ABC):
             SessionError: the model is sharded and ``end_training`` was called, so the other shards cannot be gathered.
         """
         self._need_all_parts()
-        return self.backend.full_parameters(model, writeback=writeback)
+        return self.backend.states.full_parameters(model, writeback=writeback)
 
     def _need_all_parts(self) -> None:
         """Refuses operations that need other ranks' shards of a model after the process group was closed."""
@@ -102,8 +102,8 @@ class WeightsFacet(ABC):
         """
         from accel_ckpt import load_model_parts
 
-        parts = load_model_parts(path, self.backend.model_state(model))
-        self.backend.load_model_state(model, parts, strict=strict)
+        parts = load_model_parts(path, self.backend.states.model(model))
+        self.backend.states.load_model(model, parts, strict=strict)
 
     def save(self, obj: Mapping[str, torch.Tensor], f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
         """Writes named tensors to the safetensors file ``f``, on the main process (or one of each node).

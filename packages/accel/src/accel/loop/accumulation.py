@@ -16,10 +16,10 @@ class Averager(Protocol):
     """Interface of a backend's gradients: over how many ranks, and over which group, they are averaged."""
 
     @property
-    def gradient_average(self) -> int: ...
+    def ranks(self) -> int: ...
     @property
-    def gradient_group(self) -> Any: ...
-    def scale_gradients(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None: ...
+    def group(self) -> Any: ...
+    def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None: ...
 
 
 def correct_short_window(clock: StepClock, models: Iterable[nn.Module], over: Averager) -> None:
@@ -28,7 +28,7 @@ def correct_short_window(clock: StepClock, models: Iterable[nn.Module], over: Av
     Its micro-batches were scaled for the expected length; further backwards of the same micro-batch are scaled
     correctly from the start.
     """
-    over.scale_gradients(models, clock.correction)
+    over.scale(models, clock.correction)
     clock.share *= clock.correction
     clock.correction = 1.0
 
@@ -48,7 +48,7 @@ def weighted_scale(window: AccumulationWindow, weight: Weight, over: Averager, d
             window.reference = _power_of_two(_summed(first, over))
         window.denominator = window.reference
     window.weight = added if window.weight is None else window.weight + added
-    return over.gradient_average / window.denominator
+    return over.ranks / window.denominator
 
 
 def weight_dtype(device: torch.device) -> torch.dtype:
@@ -84,18 +84,18 @@ def normalise(window: AccumulationWindow, models: Iterable[nn.Module], over: Ave
     total = _summed(total, over)
     total = torch.where(total > 0, total, torch.ones_like(total))
     models = list(models)
-    over.scale_gradients(models, before / total)
+    over.scale(models, before / total)
     window.denominator, window.reference = total, _power_of_two(total)
     window.seen = any(p.grad is not None for model in models for p in model.parameters())
 
 
 def _summed(weight: torch.Tensor, over: Averager) -> torch.Tensor:
     """Weight summed over the ranks that average gradients."""
-    if over.gradient_average == 1:
+    if over.ranks == 1:
         return weight
     from accel_state.collectives.tensors import reduce
 
-    total: torch.Tensor = reduce(weight, reduction="sum", group=over.gradient_group)
+    total: torch.Tensor = reduce(weight, reduction="sum", group=over.group)
     return total
 
 

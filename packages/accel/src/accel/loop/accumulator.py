@@ -75,9 +75,9 @@ class ActiveLoader(Protocol):
 
 
 class Scaling(Protocol):
-    """Interface of a backend that adapts a loss scale."""
+    """Interface of a loss scale that adapts between rounds of steps."""
 
-    def update_scaler(self, *, hold: bool = False) -> None: ...
+    def update(self, *, hold: bool = False) -> None: ...
     def overflow_dropped(self) -> bool: ...
 
 
@@ -251,7 +251,7 @@ class StepClock:
         if not self.window.stepped and not scaling.overflow_dropped():
             return
         others = [window for window in self._windows.values() if window is not self.window]
-        scaling.update_scaler(hold=any(window.open and window.rounds < PATIENCE for window in others))
+        scaling.update(hold=any(window.open and window.rounds < PATIENCE for window in others))
         self.window.stepped = False
         for window in others:
             window.stepped = False

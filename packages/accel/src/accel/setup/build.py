@@ -25,11 +25,11 @@ from accel.setup.resolve_strategy import (
     requested_deepspeed,
     requested_strategy,
 )
-from accel_backends import BackendConfig, Choice, load_backend, select_backend
+from accel_backends import BackendConfig, Choice, Run, load_backend, select_backend
 from accel_data.options import LoaderOptions
 from accel_launch.config import AccelConfig, resolve_config
 from accel_planner.auto import AutoStrategy, Undecided, waiting
-from accel_precision import PrecisionPolicy
+from accel_precision import AutocastKwargs, PrecisionPolicy
 from accel_state import ParallelismConfig, Session, Topology
 from accel_state.errors import ConfigError
 
@@ -119,9 +119,7 @@ def open_parts(
         backend_type = load_backend(choice.name)
 
         def open_backend(name: str, options: BackendConfig | None) -> "Backend":
-            return load_backend(name)(
-                session, policy, options, autocast=sorted_handlers.autocast, scaler=sorted_handlers.scaler
-            )
+            return load_backend(name)(run_of(session, policy, parallelism, sorted_handlers), options)
 
         alone = session.world_size == 1
         backend = open_backend(choice.name, options_of(asked, sorted_handlers.ddp, backend_type, alone=alone))
@@ -146,6 +144,12 @@ def open_parts(
 
         set_seed(config.seed)
     return parts
+
+
+def run_of(session: Session, policy: PrecisionPolicy, parallelism: ParallelismConfig | None, handlers: Handlers) -> Run:
+    """Run that backends are opened for."""
+    autocast = handlers.autocast or AutocastKwargs()
+    return Run(session, policy, parallelism or ParallelismConfig(), autocast, handlers.scaler)
 
 
 def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_type: str) -> PrecisionPolicy:

@@ -41,7 +41,7 @@ def requested_strategy(
     degrees = _degrees(parallelism)
     if plugin is None and not ((degrees.get("shard_size", 1) > 1 and strategy is None) or _is_sharding(strategy)):
         return strategy
-    from accel_backends import FSDPConfig, load_backend
+    from accel_backends import FSDPConfig, build_options, load_backend
 
     if plugin is not None:
         config = FSDPConfig.build(plugin)
@@ -54,7 +54,7 @@ def requested_strategy(
     elif isinstance(strategy, FSDPConfig):
         config = strategy
     else:
-        config = cast(FSDPConfig, load_backend(strategy if isinstance(strategy, str) else "fsdp").options({}))
+        config = cast(FSDPConfig, build_options(load_backend(strategy if isinstance(strategy, str) else "fsdp"), {}))
     return _with_degrees(config, degrees)
 
 
@@ -155,14 +155,14 @@ def fitting(parallelism: ParallelismConfig | None, topology: Topology, backend: 
         TopologyError: their product is not the number of processes.
         ConfigError: a degree needs another backend.
     """
-    replicas, shards = backend.degrees
+    replicas, shards = backend.layout.degrees
     given = parallelism or ParallelismConfig()
-    if given.data_parallel_size == 1 and given.size("tp") == backend.shared_degrees.get("tp", 1) > 1:
+    if given.data_parallel_size == 1 and given.size("tp") == backend.layout.shared_degrees.get("tp", 1) > 1:
         # the backend shards within its own groups; ranks of different groups read different data
         given = dataclasses.replace(given, dp_shard_size=shards)
     fitted = given.fitted(topology.world_size)
     able = ("dp_replicate", "dp_shard") if backend.capabilities.sharded else ("dp_replicate",)
-    other = [axis for axis in fitted.active_mesh_dims if axis not in (*able, *backend.shared_degrees)]
+    other = [axis for axis in fitted.active_mesh_dims if axis not in (*able, *backend.layout.shared_degrees)]
     if other:
         nearest = _NEAREST.get(tuple(other), f"dp_replicate_size={topology.world_size}")
         raise ConfigError(

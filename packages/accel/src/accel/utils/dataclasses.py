@@ -4,8 +4,8 @@ from accel.loop.accumulator import GradientAccumulationPlugin as GradientAccumul
 from accel.observe.profiler import ProfileKwargs as ProfileKwargs
 from accel.setup.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel.setup.kwargs_handlers import ProjectConfiguration as ProjectConfiguration
-from accel_backends.ddp.backend import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_backends.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
+from accel_backends.ddp.config import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_backends.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_backends.ops.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_data.options import LoaderOptions as LoaderOptions

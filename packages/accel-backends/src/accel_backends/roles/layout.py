@@ -1,29 +1,33 @@
-"""Methods of a backend about its parallel layout; the defaults are those of full models and full samples."""
+"""Role of a backend: how models and samples are split over ranks."""
 
-from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from accel_backends.core.run import Run
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from accel_state.session import Session
 
 Attention = Callable[..., torch.Tensor]
 """Function of queries, keys and values (samples, tokens, heads, head size) and further arguments, to the same shape."""
 
 
-class BackendSpread(ABC):
-    """Base of ``Backend`` that describes how models and samples are split over ranks."""
+class ReplicatedLayout:
+    """Parallel layout of full models and full samples, one replica on each rank; base of other layouts.
 
-    session: "Session"
+    Attributes:
+        run: processes and options of the backend.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     @property
     def degrees(self) -> tuple[int, int]:
         """Number of replicas of a model, and shard degree of each replica. Default: one replica per rank, unsharded."""
-        return self.session.world_size, 1
+        return self.run.session.world_size, 1
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
@@ -33,7 +37,7 @@ class BackendSpread(ABC):
     @property
     def rng_seed_rank(self) -> int:
         """Rank whose random seed this rank uses, so that both draw the same dropout masks. Default: this rank."""
-        return self.session.rank
+        return self.run.session.rank
 
     @property
     def sequence_group(self) -> "ProcessGroup | None":

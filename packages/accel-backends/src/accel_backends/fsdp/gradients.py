@@ -1,0 +1,33 @@
+"""Gradients of models that ``fully_shard`` has sharded."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import nn
+
+from accel_backends.fsdp.shard import ShardedModels, rest
+from accel_backends.fsdp.unreduced_gradients import set_unreduced_gradients, unreduced_gradients
+from accel_backends.roles.gradients import ReplicatedGradients
+
+if TYPE_CHECKING:
+    from accel_backends.core.backend import Backend
+
+
+@final
+class DTensorGradients(ReplicatedGradients):
+    """Gradients as DTensors, averaged over all ranks; ``sharded``: the models that the backend has sharded."""
+
+    def __init__(self, backend: "Backend", sharded: ShardedModels) -> None:
+        super().__init__(backend, ranks=backend.session.world_size)
+        self._sharded = sharded
+
+    def unreduced(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns unreduced gradients plus those reduced earlier in the window, as full tensors by FQN."""
+        rest(self._sharded, [model])
+        return unreduced_gradients(model)
+
+    def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Reduces the given gradients at once; later backwards of the accumulation window add to the result."""
+        rest(self._sharded, [model])
+        set_unreduced_gradients(model, gradients, group=self.run.session.group)

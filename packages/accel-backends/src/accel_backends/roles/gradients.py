@@ -1,0 +1,198 @@
+"""Role of a backend: gradients between backward and step."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from accel_backends.ops.clip import Pieces, clip_grad_norm, clip_grad_value, finite, norm_of_held, scale_gradients
+from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.gradient_observer import Keep, watch_steps
+from accel_backends.ops.loss_scaling import check_scaled
+from accel_backends.roles.nearest import nearest_strategy
+from accel_precision.scaler import gradient_marks
+from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_backends.core.backend import Backend
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class ReplicatedGradients:
+    """Gradients in the ``grad`` of parameters, full on each rank; base of the gradients of other backends.
+
+    The methods measure, change, save and observe gradients between backward and step.
+
+    Attributes:
+        ranks: number of ranks over which gradients are averaged.
+        run: processes and options of the backend.
+        name: name of the backend, for errors.
+        owned: the models that the backend has prepared.
+        loss_scale: loss scale of fp16 that the gradients carry; None without one.
+    """
+
+    def __init__(self, backend: "Backend", *, ranks: int = 1) -> None:
+        """Takes what it needs from a backend whose loss scale is known."""
+        self.ranks = ranks
+        self.run, self.name, self.capabilities = backend.run, backend.name, backend.capabilities
+        self.owned, self.loss_scale = backend.owned, backend.loss_scale
+
+    @property
+    def group(self) -> "ProcessGroup | None":
+        """Process group over which gradients are averaged; None: torch's default group. Default: the session's."""
+        return self.run.session.group
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """Mesh and mesh dimensions over which plain gradients are sharded. Default: None, gradients are full."""
+        return None
+
+    # Measured and changed
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divides gradients by the loss scale, once per optimizer and step. Default: if there is a scale.
+
+        Raises:
+            BackendError: gradients of a loss that was not scaled.
+        """
+        if self.loss_scale is not None:
+            for optimizer in optimizers:
+                check_scaled(self.loss_scale, optimizer, self.owned.names)
+                self.loss_scale.unscale(optimizer)
+
+    def clip_norm(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clips unscaled gradients to a joint norm over all ranks and returns that norm, see ``clip.clip_grad_norm``.
+
+        Raises:
+            BackendError: parameters of no prepared model.
+        """
+        return clip_grad_norm(
+            self.owned.checked(parameters),
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            names=self.owned.names,
+            pieces=self.pieces,
+        )
+
+    def norm_so_far(
+        self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Returns the norm of this rank's unreduced gradients, without the loss scale; changes no gradient.
+
+        Default: the norm of ``unreduced`` of these parameters.
+
+        Collective: every rank of the group must call this.
+        """
+        if type(self).unreduced is ReplicatedGradients.unreduced:
+            norm = self.clip_norm(parameters, math.inf, norm_type)
+        else:
+            held = [(named_parameters(model), self.unreduced(model)) for model in models]
+            norm = norm_of_held(held, parameters, norm_type)
+        return norm if self.loss_scale is None else norm / self.loss_scale.current
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamps unscaled gradients to ``[-clip_value, clip_value]``.
+
+        Raises:
+            BackendError: parameters of no prepared model.
+        """
+        clip_grad_value(self.owned.checked(parameters), clip_value)
+
+    def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
+        """Multiplies the accumulated gradients, those of tied parameters once. Default: ``grad`` of the parameters."""
+        scale_gradients(models, factor)
+
+    def finite(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether all of this rank's elements of each gradient are finite; synchronises with the device."""
+        return finite(gradients)
+
+    # Saved and observed
+
+    def marks(self, model: nn.Module) -> object:
+        """Returns a value that changes when a backward adds to the model's gradients.
+
+        Default: ids and versions of ``grad``.
+        """
+        return gradient_marks(model.parameters())
+
+    def unreduced(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns this rank's unreduced gradients as full tensors, by FQN.
+
+        Their mean over ``ranks`` is the gradient. Default: ``grad`` of the parameters.
+
+        Collective: every rank of the group must call this.
+        """
+        return {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
+
+    def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Restores the gradients that ``unreduced`` returned, or any gradients with the same mean over ranks.
+
+        Collective: every rank of the group must call this.
+        """
+        for name, parameter in named_parameters(model).items():
+            held = gradients.get(name)
+            parameter.grad = None if held is None else held.to(parameter.device, parameter.dtype)
+
+    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns copies of the next step's gradients as full tensors, by FQN, without the backend's own loss scale.
+
+        To be called after the last backward of an accumulation window. Default: copies of ``unreduced``.
+
+        Collective: every rank of the group must call this.
+        """
+        return {name: held.detach().clone() for name, held in self.unreduced(model).items()}
+
+    def watch(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
+        """Calls ``keep`` with this rank's gradients before each step. Default: ``grad`` of the parameters."""
+        return watch_steps(optimizer, keep)
+
+    # Over ranks
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raises BackendError for a parameter group whose gradients would not be averaged over ranks."""
+        if self.ranks > 1 or self.capabilities.sharded:
+            self.owned.check_added(group["params"])
+
+    def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
+        """Context in which ranks may have different numbers of batches. Default: a null context, for one replica.
+
+        Raises:
+            BackendError: several ranks and a backend without ``uneven_inputs``, with which some ranks would wait
+                forever.
+        """
+        if enable and models and self.ranks > 1 and not self.capabilities.uneven_inputs:
+            raise BackendError(
+                f"join: with backend {self.name!r} every rank takes part in every forward and backward, so ranks "
+                "cannot have different numbers of batches; nearest: even_batches=True (samples are repeated, and "
+                "gather_for_metrics leaves the repeats out), drop_last=True, or "
+                f"{nearest_strategy(self.run, lambda other: other.uneven_inputs)}"
+            )
+        return NOTHING
+
+    def average_parameters(self, model: nn.Module) -> None:
+        """Replaces parameters by their mean over ranks (local SGD). Default: nothing, because there is one replica.
+
+        Raises:
+            BackendError: parameters are sharded, so that no rank can train alone.
+        """
+        if self.capabilities.sharded and self.ranks > 1:
+            raise BackendError(
+                f"backend {self.name!r} spreads parameters over ranks, and local SGD has each rank train a copy of its "
+                f"own; nearest: {nearest_strategy(self.run, lambda other: not other.sharded)}"
+            )
