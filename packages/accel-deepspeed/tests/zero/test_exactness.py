@@ -175,7 +175,7 @@ def test_the_same_modules_in_another_order_are_refused_at_stage_2(rank: int, wor
 PREPARED = """
 import sys
 
-from accel_backends import Bundle, load_backend
+from accel_backends import Bundle, Run, load_backend
 from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
