@@ -292,11 +292,9 @@ def test_stages_are_read_however_python_pickled_them(tmp_path: Path) -> None:
 
 
 def test_other_backends_have_no_folders_of_their_own(tmp_path: Path) -> None:
-    from accel_state import BackendError, ConfigError
+    from accel_state import BackendError
 
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="0 are prepared"):
-        accelerator.export_deepspeed(tmp_path)
     accelerator.prepare(*make_model())
     with pytest.raises(BackendError, match="strategy='deepspeed'"):
         accelerator.export_deepspeed(tmp_path)
