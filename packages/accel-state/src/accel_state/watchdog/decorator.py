@@ -122,33 +122,41 @@ def recorded(
 
 @final
 class Recording:
-    """Context manager that records its block like ``recorded``, without a frame between the caller and the block."""
+    """Context manager that records its block like ``recorded``, without a frame between the caller and the block.
 
-    __slots__ = ("_counted", "_doctor", "_operation", "_shared")
+    One object may be entered many times, also inside itself and on other threads.
+    """
+
+    __slots__ = ("_counted", "_entered", "_operation", "_shared")
 
     def __init__(self, operation: str, *, shared: bool = True, counted: bool = False) -> None:
         self._operation = operation
         self._shared = shared
         self._counted = counted
-        self._doctor: Doctor | None = None
+        self._entered: list[Doctor] = []
+        """Watchdogs that were told of the block; only their main thread changes the list."""
 
     def __enter__(self) -> None:
         if _active and threading.get_ident() == (doctor := _active[-1]).main:
             doctor.enter(self._operation, shared=self._shared, counted=self._counted)
-            self._doctor = doctor
+            self._entered.append(doctor)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        doctor, self._doctor = self._doctor, None
-        if error is None and doctor is None:
+        if not self._entered:
+            if isinstance(error, Exception) and not _active:
+                explain(error)
             return
+        doctor = self._entered[-1]
+        if threading.get_ident() != doctor.main:
+            return
+        self._entered.pop()
         try:
-            if isinstance(error, Exception) and (doctor is not None or not _active):
-                if doctor is not None and isinstance(error, TypeError | ValueError):
+            if isinstance(error, Exception):
+                if isinstance(error, TypeError | ValueError):
                     doctor.record.withdraw()
                 explain(error)
         finally:
-            if doctor is not None:
-                doctor.record.leave()
+            doctor.record.leave()
 
 
 def outline(tree: Any) -> str:
