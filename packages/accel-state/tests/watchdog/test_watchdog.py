@@ -18,7 +18,15 @@ from torch.distributed import HashStore
 from accel_state import Session
 from accel_state.collectives import tensors as collectives
 from accel_state.errors import CollectiveError, CollectiveMismatchError
-from accel_state.watchdog.decorator import _active, broken_connection, outline, recorded, troubled, untroubled
+from accel_state.watchdog.decorator import (
+    Recording,
+    _active,
+    broken_connection,
+    outline,
+    recorded,
+    troubled,
+    untroubled,
+)
 from accel_state.watchdog.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place, question
 from accel_state.watchdog.flight_recorder import flight_record, flights
 from accel_state.watchdog.operation_record import SLOTS, Record, RecordedOperation, RecordSnapshot, decode
@@ -381,3 +389,17 @@ def test_torchs_own_record_of_collectives_is_read(rank: int) -> None:
 @pytest.mark.ranks(1, backend="nccl")
 def test_nccls_own_record_of_collectives_is_read(rank: int) -> None:
     assert "nccl:all_reduce(Float[3])" in record_reduced("cuda").splitlines()[-1]
+
+
+def test_a_recording_explains_errors_like_the_decorator_and_may_be_entered_inside_itself() -> None:
+    recording = Recording("save_state", shared=False)
+    with recording, recording:
+        pass
+    with pytest.raises(ValueError, match="mine"), recording:
+        raise ValueError("mine")
+    troubled(1, "rank 1 has no more memory")
+    try:
+        with pytest.raises(CollectiveError, match="rank 1 has no more memory"), recording:
+            raise RuntimeError("connection reset by peer")
+    finally:
+        untroubled()

@@ -61,23 +61,21 @@ class PreparedOptimizer(Optimizer):
             return None
         if self._backend is None:
             raise BackendError("this optimizer was freed by free_memory(); prepare an optimizer again before stepping")
-        if closure is None:
-            self._took(self._backend.step(self.optimizer))
-            return None
         losses: list[Any] = []
+        if closure is None:
+            stepped = self._backend.step(self.optimizer)
+        else:
 
-        def keeping() -> Any:
-            losses.append(closure())
-            return losses[-1]
+            def keeping() -> Any:
+                losses.append(closure())
+                return losses[-1]
 
-        self._took(self._backend.step(self.optimizer, keeping))
-        return losses[0] if losses else None
-
-    def _took(self, stepped: bool) -> None:
+            stepped = self._backend.step(self.optimizer, keeping)
         self.step_was_skipped = not stepped
         self._clock.stepped()
         if not stepped and self._on_skip is not None and (tell := self._on_skip()) is not None:
             tell()
+        return losses[0] if losses else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients if a step is due; inside an accumulation window they are kept."""

@@ -122,33 +122,41 @@ def recorded(
 
 @final
 class Recording:
-    """Context manager that records its block like ``recorded``, without a frame between the caller and the block."""
+    """Context manager that records its block like ``recorded``, without a frame between the caller and the block.
 
-    __slots__ = ("_counted", "_operation", "_shared", "_watchdog")
+    One object may be entered many times, also inside itself and on other threads.
+    """
+
+    __slots__ = ("_counted", "_entered", "_operation", "_shared")
 
     def __init__(self, operation: str, *, shared: bool = True, counted: bool = False) -> None:
         self._operation = operation
         self._shared = shared
         self._counted = counted
-        self._watchdog: Watchdog | None = None
+        self._entered: list[Watchdog] = []
+        """Watchdogs that were told of the block; only their main thread changes the list."""
 
     def __enter__(self) -> None:
         if _active and threading.get_ident() == (watchdog := _active[-1]).main:
             watchdog.enter(self._operation, shared=self._shared, counted=self._counted)
-            self._watchdog = watchdog
+            self._entered.append(watchdog)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        watchdog, self._watchdog = self._watchdog, None
-        if error is None and watchdog is None:
+        if not self._entered:
+            if isinstance(error, Exception) and not _active:
+                explain(error)
             return
+        watchdog = self._entered[-1]
+        if threading.get_ident() != watchdog.main:
+            return
+        self._entered.pop()
         try:
-            if isinstance(error, Exception) and (watchdog is not None or not _active):
-                if watchdog is not None and isinstance(error, TypeError | ValueError):
+            if isinstance(error, Exception):
+                if isinstance(error, TypeError | ValueError):
                     watchdog.record.withdraw()
                 explain(error)
         finally:
-            if watchdog is not None:
-                watchdog.record.leave()
+            watchdog.record.leave()
 
 
 def outline(tree: Any) -> str:

@@ -31,7 +31,14 @@ class MicroBatch:
         self._quiet: ExitStack | None = None
 
     def __enter__(self) -> None:
-        self._quiet = self._step.enter(self._models)
+        step, models = self._step, self._models
+        if step.guard.listening is not None:
+            step.guard.listening.before_micro_batch()
+        if step.clock.tick(step.key(models)) or step.clock.plugin.sync_each_batch:
+            return
+        self._quiet, known = ExitStack(), step.prepared
+        for model in models:
+            self._quiet.enter_context(step.strategy.backend.no_sync(known.models[known.position(model)]))
 
     def __exit__(self, *exc: object) -> None:
         if self._quiet is not None:
@@ -42,7 +49,7 @@ class MicroBatch:
 class TrainingStep:
     """Scales and reduces gradients so that micro-batches of all ranks add up to the gradient of one global batch."""
 
-    __slots__ = ("_clock", "_guard", "_joining", "_loaders", "_prepared", "_strategy")
+    __slots__ = ("_joining", "_loaders", "_recording", "clock", "guard", "prepared", "strategy")
 
     def __init__(
         self,
@@ -52,31 +59,20 @@ class TrainingStep:
         loaders: "Loaders",
         guard: "PreemptionGuard",
     ) -> None:
-        self._strategy = strategy
-        self._prepared = prepared
-        self._clock = clock
+        self.strategy = strategy
+        self.prepared = prepared
+        self.clock = clock
         self._loaders = loaders
-        self._guard = guard
+        self.guard = guard
         self._joining = False
-
-    def enter(self, models: tuple[nn.Module, ...]) -> ExitStack | None:
-        """Enters the next micro-batch of ``models``; returns the contexts that keep its gradients unreduced, if any."""
-        clock, listening = self._clock, self._guard.listening
-        if listening is not None:
-            listening.before_micro_batch()
-        if clock.tick(self._key(models)) or clock.plugin.sync_each_batch:
-            return None
-        quiet, known = ExitStack(), self._prepared
-        for model in models:
-            quiet.enter_context(self._strategy.backend.no_sync(known.models[known.position(model)]))
-        return quiet
+        self._recording = Recording("backward", shared=False, counted=True)
 
     def backward(self, loss: torch.Tensor, weight: Weight | None, kwargs: dict[str, Any]) -> None:
         """See ``Accelerator.backward``."""
-        with Recording("backward", shared=False, counted=True):
-            if not self._prepared.models:
+        with self._recording:
+            if not self.prepared.models:
                 raise PrepareError("backward was called before a model was prepared; call prepare(model, ...) first")
-            clock, backend, listening = self._clock, self._strategy.backend, self._guard.listening
+            clock, backend, listening = self.clock, self.strategy.backend, self.guard.listening
             if clock.unclaimed:
                 clock.claim_passes()
             if listening is not None:
@@ -100,10 +96,10 @@ class TrainingStep:
         even = self._loaders.options.even_batches if even_batches is None else even_batches
         with ExitStack() as stack:
             if even_batches is not None:
-                for loader in self._prepared.loaders:
+                for loader in self.prepared.loaders:
                     stack.enter_context(loader.override_even_batches(even_batches))
             if not even:
-                backend = self._strategy.backend
+                backend = self.strategy.backend
                 stack.enter_context(backend.gradients.join(list(joinables)))
                 self._joining = backend.gradients.ranks > 1
                 stack.callback(self._stop_joining)
@@ -113,43 +109,43 @@ class TrainingStep:
         self, parameters: Any, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See ``Accelerator.clip_grad_norm_``."""
-        backend = self._strategy.backend
-        if not self._clock.due:
-            return backend.gradients.norm_so_far(parameters, self._prepared.models, norm_type)
+        backend = self.strategy.backend
+        if not self.clock.due:
+            return backend.gradients.norm_so_far(parameters, self.prepared.models, norm_type)
         if backend.loss_scale is not None:
             parameters = _listed(parameters)
-            backend.gradients.unscale(self._prepared.holding(parameters))
+            backend.gradients.unscale(self.prepared.holding(parameters))
         return backend.gradients.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """See ``Accelerator.clip_grad_value_``."""
-        if self._clock.due:
-            backend = self._strategy.backend
+        if self.clock.due:
+            backend = self.strategy.backend
             parameters = _listed(parameters)
-            backend.gradients.unscale(self._prepared.holding(parameters))
+            backend.gradients.unscale(self.prepared.holding(parameters))
             backend.gradients.clip_value(parameters, clip_value)
 
     def unscale(self, optimizer: Any) -> None:
         """See ``Accelerator.unscale_gradients``."""
-        prepared = self._prepared
+        prepared = self.prepared
         if optimizer is not None:
             chosen: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        elif self._clock.key:
+        elif self.clock.key:
             chosen = prepared.holding(p for model in self._accumulated() for p in model.parameters())
         else:
             chosen = prepared.optimizers
-        self._strategy.backend.gradients.unscale([getattr(one, "optimizer", one) for one in chosen])
+        self.strategy.backend.gradients.unscale([getattr(one, "optimizer", one) for one in chosen])
 
     def full_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """See ``Accelerator.full_gradients``."""
-        if not self._clock.due:
+        if not self.clock.due:
             raise BackendError(
                 "full_gradients was called inside an accumulation window, when every process has gradients of its own; "
                 "call it where accelerator.sync_gradients is True"
             )
-        backend = self._strategy.backend
+        backend = self.strategy.backend
         if backend.loss_scale is not None:
-            backend.gradients.unscale(self._prepared.holding(model.parameters()))
+            backend.gradients.unscale(self.prepared.holding(model.parameters()))
         read = backend.gradients.full
         return recorded("full_gradients")(read)(model) if backend.capabilities.sharded else read(model)
 
@@ -157,9 +153,9 @@ class TrainingStep:
         """See ``Accelerator.find_micro_batch_size``."""
         from accel.loop.micro_batch_size import find_micro_batch_size
 
-        strategy, models = self._strategy, self._prepared.models
+        strategy, models = self.strategy, self.prepared.models
         return find_micro_batch_size(
-            strategy.backend, strategy.session, self._clock, models, compute, batch, smallest=smallest
+            strategy.backend, strategy.session, self.clock, models, compute, batch, smallest=smallest
         )
 
     def _stop_joining(self) -> None:
@@ -167,7 +163,7 @@ class TrainingStep:
 
     def _accumulated(self) -> list[nn.Module]:
         """Models of the current window, and models without a window of their own that its losses have reached."""
-        clock, models = self._clock, self._prepared.models
+        clock, models = self.clock, self.prepared.models
         if not clock.key:
             return models
         return [models[position] for position in (*clock.key, *sorted(clock.window.reached))]
@@ -176,11 +172,11 @@ class TrainingStep:
         """Calls ``accumulation.forget_dropped`` for the models of the current window."""
         if window.weight is not None:
             parameters = [parameter for model in self._accumulated() for parameter in model.parameters()]
-            forget_dropped(window, parameters, self._prepared.holding(parameters))
+            forget_dropped(window, parameters, self.prepared.holding(parameters))
 
     def _backward(self, loss: torch.Tensor, scale: float, kwargs: dict[str, Any]) -> None:
         """Runs the backward, and records the models without a window of their own that the loss has reached."""
-        clock, backend, models = self._clock, self._strategy.backend, self._prepared.models
+        clock, backend, models = self.clock, self.strategy.backend, self.prepared.models
         alone = [n for n in range(len(models)) if n not in clock.claimed] if clock.key else ()
         before = [backend.gradients.marks(models[n]) for n in alone]
         backend.backward(loss, scale=scale, **kwargs)
@@ -198,7 +194,7 @@ class TrainingStep:
                 "backward(loss, weight=...) adds up the weights of all ranks, and within join_uneven_inputs ranks "
                 "that ran out of batches have none to add; nearest: even_batches=True, or mean losses"
             )
-        clock, backend = self._clock, self._strategy.backend
+        clock, backend = self.clock, self.strategy.backend
         if clock.due:
             self._forget_dropped(clock.window)
         scale = weighted_scale(clock.window, weight, backend.gradients, loss.device)
@@ -206,16 +202,16 @@ class TrainingStep:
         if clock.due:
             normalise(clock.window, self._accumulated(), backend.gradients)
 
-    def _key(self, models: tuple[nn.Module, ...]) -> "Key":
+    def key(self, models: tuple[nn.Module, ...]) -> "Key":
         """Positions of these models among the prepared ones; () for all of them or no specific ones."""
-        known = self._prepared.models
+        known = self.prepared.models
         if len(models) == len(known) == 1 and models[0] is known[0]:
-            self._clock.num_models = 1
+            self.clock.num_models = 1
             return ()
-        positions = tuple(map(self._prepared.position, models))
+        positions = tuple(map(self.prepared.position, models))
         if len(positions) < len(known):
             return positions
-        self._clock.num_models = len(positions)
+        self.clock.num_models = len(positions)
         return ()
 
 
