@@ -1,5 +1,7 @@
 """Over tensor-parallel ranks a model trains as it does on one process."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,11 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 
+from accel_backends.core.rebind import rebind
+from accel_backends.ops.dtensor import placed_like
 from accel_backends.parallel.derive import derive_plan
 from accel_backends.parallel.tensor_parallel import apply_tensor_parallel
 from accel_state.errors import PrepareError
 
-from .models import MODELS, OPTIMIZERS, assert_states_equal, distance, full, llama, next_token_loss, tokens, train
+from .models import MODELS, OPTIMIZERS, assert_states_equal, distance, full, gpt2, llama, next_token_loss, tokens, train
 
 
 def tp_mesh():
@@ -205,6 +209,30 @@ def test_tensor_parallel_layers_may_be_fully_sharded(rank):
             one.step()
             one.zero_grad()
     assert_states_equal(model, optimizer, expected, expected_optimizer, 1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_has_stepped_goes_on_after_rebinding(rank):
+    expected, model = MODELS["llama tied"]().double(), MODELS["llama tied"]().double()
+    optimizers = [OPTIMIZERS["adamw"](one.parameters()) for one in (expected, model)]
+    for one, optimizer in zip((expected, model), optimizers, strict=True):
+        train(one, optimizer, steps=1)
+    before = dict(model.named_parameters())
+    apply_tensor_parallel(model, tp_mesh())
+    after = dict(model.named_parameters())
+    rebind(optimizers[1], before, after, convert=lambda new, key, value: placed_like(value, new))
+    assert train(model, optimizers[1], steps=2) == pytest.approx(train(expected, optimizers[0], steps=2), rel=1e-10)
+    assert_states_equal(model, optimizers[1], expected, optimizers[0], 1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_the_model_computes_with_its_own_parameters(rank):
+    model = gpt2()
+    apply_tensor_parallel(model, tp_mesh())
+    copied = deepcopy(model)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    assert copied(input_ids=tokens(0)).logits.abs().sum() > 0
 
 
 REFUSED = {

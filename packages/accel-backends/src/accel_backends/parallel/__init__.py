@@ -1,1 +1,1 @@
-"""Axes of a mesh as functions over modules: tensor and context parallelism, one module each."""
+"""Axes of a mesh as functions over modules: tensor, context and expert parallelism."""
