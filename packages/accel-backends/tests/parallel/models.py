@@ -10,7 +10,7 @@ from torch import nn
 VOCABULARY, LENGTH, BATCH = 64, 16, 2
 
 
-def llama(*, tie: bool = False, heads: int = 4, **options: Any) -> nn.Module:
+def llama(*, tie: bool = False, heads: int = 4, blocks: int = 2, **options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -18,7 +18,7 @@ def llama(*, tie: bool = False, heads: int = 4, **options: Any) -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=blocks,
         num_attention_heads=8,
         num_key_value_heads=heads,
         tie_word_embeddings=tie,
@@ -76,6 +76,7 @@ def qwen3() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama tied": lambda: llama(tie=True),
+    "llama of 5 blocks": lambda: llama(tie=True, blocks=5),
     "gpt2": gpt2,
     "mixtral": mixtral,
     "qwen3": qwen3,

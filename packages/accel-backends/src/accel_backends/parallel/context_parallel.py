@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_backends.parallel.gathered_attention import gathered_attention
-from accel_backends.parallel.positions import Sharding
-from accel_backends.parallel.ring_attention import ring_attention
+from accel_backends.parallel.attention.gathered import gathered_attention
+from accel_backends.parallel.attention.positions import Sharding
+from accel_backends.parallel.attention.ring import ring_attention
 from accel_state.errors import BackendError, ConfigError, PrepareError
 
 #: Label of a token without loss, as in ``torch.nn.functional.cross_entropy``.
@@ -26,7 +26,7 @@ class Context:
     """Sharding of sequences over the ranks of a mesh with one axis, and the attention over the shards.
 
     ``allgather`` gathers keys and values of full sequences on every rank and calls torch's attention kernels; ``ring``
-    keeps shards only and computes the scores itself (see ``block_attention``), so it needs less memory for keys and
+    keeps shards only and computes the scores itself (see ``attention.blocks``), so it needs less memory for keys and
     more for scores. Both are exact. ``balanced`` gives every rank as many causal scores to compute.
 
     Raises:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from accel_backends.parallel.positions import Sharding
+from accel_backends.parallel.attention.positions import Sharding
 
 
 def gathered_attention(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from accel_backends.parallel.attention.positions import Sharding
 from accel_backends.parallel.exchange import Exchange
-from accel_backends.parallel.positions import Sharding
 
 
 @pytest.mark.parametrize("balanced", [True, False])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_backends.parallel.block_attention import accumulation_dtype, block_backward, block_forward, merge
-from accel_backends.parallel.positions import Sharding
+from accel_backends.parallel.attention.blocks import accumulation_dtype, block_backward, block_forward, merge
+from accel_backends.parallel.attention.positions import Sharding
 
 
 def ring_attention(
