@@ -34,6 +34,34 @@ def test_heads_stay_entire():
     assert found["model.layers.*.mlp.gate_proj"] == STYLES["colwise"]
 
 
+class Attention(nn.Module):
+    """Projections of four heads, and whatever else is given."""
+
+    def __init__(self, **others):
+        super().__init__()
+        self.head_dim = 4
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(16, 16))
+        for name, other in others.items():
+            setattr(self, name, other)
+
+
+def test_parameters_of_all_heads_leave_an_attention_replicated():
+    assert styles(derive_plan(Attention(q_norm=nn.RMSNorm(4)), 2))["q_norm"] == STYLES["replicated_with_grad_allreduce"]
+    for other in (nn.RMSNorm(16), nn.Parameter(nn.Linear(4, 1).bias)):
+        plan = derive_plan(Attention(extra=other), 2)
+        assert set(styles(plan).values()) == {STYLES["replicate"]}
+        assert "extra" in str(plan)
+
+
+def test_a_norm_between_the_layers_leaves_a_feed_forward_network_replicated():
+    network = nn.Module()
+    network.fc1, network.norm, network.fc2 = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+    plan = derive_plan(network, 2)
+    assert set(styles(plan).values()) == {STYLES["replicate"]}
+    assert "norm may compute over all 8 features" in str(plan)
+
+
 def test_experts_are_left_to_expert_parallelism():
     found = styles(derive_plan(mixtral(), 2))
     assert found["model.layers.*.self_attn.q_proj"] == STYLES["colwise"]

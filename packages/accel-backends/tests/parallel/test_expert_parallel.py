@@ -88,6 +88,31 @@ def test_ranks_whose_experts_have_no_tokens_take_part(rank):
     assert_trains_as_one_process("adamw", torch.float64, 1e-10, bias=starve)
 
 
+@pytest.mark.ranks(4)
+def test_experts_may_be_fully_sharded_over_another_axis(rank):
+    """Experts are sharded over two ranks each way, everything else over all four."""
+    from torch.distributed.fsdp import fully_shard
+
+    expected, model = mixtral().double(), mixtral().double()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    apply_expert_parallel(model, mesh["ep"])
+    every = init_device_mesh("cpu", (4,))
+    for block in model.model.layers:
+        fully_shard(block.mlp.experts, mesh=mesh["dp"])
+        fully_shard(block, mesh=every)
+    fully_shard(model, mesh=every)
+    optimizers = [OPTIMIZERS["adamw"](one.parameters()) for one in (expected, model)]
+    for step in range(3):
+        batch = global_batch(step)
+        next_token_loss(expected(input_ids=batch, use_cache=False).logits, batch).backward()
+        mine = batch.chunk(4)[rank]
+        next_token_loss(model(input_ids=mine, use_cache=False).logits, mine).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    assert_states_equal(model, optimizers[1], expected, optimizers[0], 1e-10)
+
+
 @pytest.mark.ranks(2)
 def test_gradients_may_be_sums(rank):
     expected, model = mixtral().double(), mixtral().double()

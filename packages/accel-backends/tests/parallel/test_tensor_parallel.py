@@ -187,16 +187,17 @@ def test_encoder_layer_of_torch_shards_its_feed_forward_network(rank):
 
 
 @pytest.mark.ranks(4)
-def test_tensor_parallel_layers_may_be_fully_sharded(rank):
+@pytest.mark.parametrize(("name", "sequence_parallel"), [("qwen3", False), ("gpt2", False), ("llama tied", True)])
+def test_tensor_parallel_layers_may_be_fully_sharded(rank, name, sequence_parallel):
     """Two data-parallel ranks of two tensor-parallel ranks each."""
     from torch.distributed.fsdp import fully_shard
 
-    expected = MODELS["qwen3"]().double()
+    expected = MODELS[name]().double()
     expected_optimizer = OPTIMIZERS["adamw"](expected.parameters())
-    model = MODELS["qwen3"]().double()
+    model = MODELS[name]().double()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    apply_tensor_parallel(model, mesh["tp"])
-    for block in model.model.layers:
+    apply_tensor_parallel(model, mesh["tp"], derive_plan(model, 2, sequence_parallel=sequence_parallel))
+    for block in next(one for one in model.modules() if isinstance(one, nn.ModuleList)):
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -233,6 +234,20 @@ def test_a_copy_of_the_model_computes_with_its_own_parameters(rank):
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     assert copied(input_ids=tokens(0)).logits.abs().sum() > 0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["llama tied", "gpt2"])
+def test_autocast_is_as_near_as_on_one_process(rank, name):
+    expected, model = MODELS[name](), MODELS[name]()
+    apply_tensor_parallel(model, tp_mesh(), derive_plan(model, 2, sequence_parallel=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [next_token_loss(one(input_ids=tokens(0)).logits.float(), tokens(0)) for one in (expected, model)]
+    for loss in losses:
+        loss.backward()
+    assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=1e-2)
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert distance(full(parameter.grad), other.grad) < 0.1
 
 
 REFUSED = {

@@ -101,7 +101,7 @@ def _attention(module: nn.Module, size: int) -> Found:
         query = matrices[projections[0]]
         if output is None or output.inputs != query.outputs or len({one.inputs for one in matrices.values()}) > 1:
             continue
-        if reason := _undivided_heads(module, matrices, size):
+        if reason := _undivided_heads(module, matrices, size) or _beside_heads(module, (*projections, out)):
             yield from ((name, STYLES["replicate"], reason) for name in (*projections, out))
             continue
         for name in projections:
@@ -113,9 +113,23 @@ def _attention(module: nn.Module, size: int) -> Found:
 def _head_norms(module: nn.Module) -> Found:
     """Norms over the features of each head, which every rank computes for its own heads."""
     for name, child in module.named_children():
-        weight = child._parameters.get("weight")
-        if weight is not None and weight.ndim == 1 and weight.numel() == getattr(module, "head_dim", None):
+        if _norms_over(child, getattr(module, "head_dim", None)):
             yield name, PartialGradients(), "norm of each head; its gradients are summed over the ranks"
+
+
+def _norms_over(module: nn.Module, features: int | None) -> bool:
+    """Whether a module has a weight for each of so many features, and nothing else but a bias."""
+    sizes = {tuple(parameter.shape) for parameter in module.parameters()}
+    return sizes == {(features,)}
+
+
+def _beside_heads(module: nn.Module, known: Sequence[str]) -> str | None:
+    """Reason for replicating an attention that has parameters which one rank's heads may not fit."""
+    others = [name for name, _ in module.named_parameters(recurse=False)]
+    for name, child in module.named_children():
+        if name not in known and not _norms_over(child, getattr(module, "head_dim", None)):
+            others.extend(f"{name}.{below}" for below, _ in child.named_parameters())
+    return f"replicated: {', '.join(others)} may be of all heads; nearest: a plan of your own" if others else None
 
 
 def _undivided_heads(module: nn.Module, matrices: Mapping[str, Matrix], size: int) -> str | None:
@@ -161,8 +175,11 @@ def _feed_forward(module: nn.Module, size: int) -> Found:
         narrow, wide = matrices[narrowing], [matrices[name] for name in widening]
         if not all(one.outputs == narrow.inputs and one.inputs == narrow.outputs for one in wide):
             continue
-        if narrow.inputs % size:
+        between = [name for name, child in module.named_children() if _norms_over(child, narrow.inputs)]
+        if narrow.inputs % size or between:
             reason = f"replicated: {size} ranks do not divide {narrow.inputs} features"
+            if between:
+                reason = f"replicated: {', '.join(between)} may compute over all {narrow.inputs} features"
             yield from ((name, STYLES["replicate"], reason) for name in (*widening, narrowing))
             return
         yield from ((name, Colwise(), "widens in a feed-forward network") for name in widening)
