@@ -11,7 +11,7 @@ from accel_backends.parallel.context_parallel import Context
 from accel_backends.parallel.sdpa import apply_context_parallel, context_parallel_attention
 from accel_state.errors import BackendError, ConfigError, PrepareError
 
-from .models import MODELS, OPTIMIZERS, assert_states_equal, distance, llama, tokens
+from .tiny_models import MODELS, OPTIMIZERS, assert_states_equal, distance, llama, tokens
 
 
 def context(method="allgather", balanced=True):

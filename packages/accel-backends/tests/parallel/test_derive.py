@@ -8,7 +8,7 @@ from accel_backends.parallel.plan import model_plan
 from accel_backends.parallel.styles import STYLES, FusedColwise
 from accel_state.errors import PrepareError
 
-from .models import gpt2, llama, mixtral
+from .tiny_models import gpt2, llama, mixtral
 
 
 def styles(plan):

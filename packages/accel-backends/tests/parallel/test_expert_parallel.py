@@ -11,7 +11,7 @@ from accel_backends.parallel.expert_parallel import apply_expert_parallel
 from accel_backends.parallel.router_loss import load_balancing_loss
 from accel_state.errors import PrepareError
 
-from .models import OPTIMIZERS, assert_states_equal, distance, full, llama, mixtral, next_token_loss, tokens
+from .tiny_models import OPTIMIZERS, assert_states_equal, distance, full, llama, mixtral, next_token_loss, tokens
 
 
 def ep_mesh():

@@ -10,7 +10,7 @@ from accel_backends.parallel.pipeline import Pipeline
 from accel_backends.parallel.stages import block_ranges
 from accel_state.errors import ConfigError, PrepareError
 
-from .models import MODELS, OPTIMIZERS, distance, llama, next_token_loss, tokens
+from .tiny_models import MODELS, OPTIMIZERS, distance, llama, next_token_loss, tokens
 
 
 def pp_mesh():

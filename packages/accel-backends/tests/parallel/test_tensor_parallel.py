@@ -16,7 +16,18 @@ from accel_backends.parallel.derive import derive_plan
 from accel_backends.parallel.tensor_parallel import apply_tensor_parallel
 from accel_state.errors import PrepareError
 
-from .models import MODELS, OPTIMIZERS, assert_states_equal, distance, full, gpt2, llama, next_token_loss, tokens, train
+from .tiny_models import (
+    MODELS,
+    OPTIMIZERS,
+    assert_states_equal,
+    distance,
+    full,
+    gpt2,
+    llama,
+    next_token_loss,
+    tokens,
+    train,
+)
 
 
 def tp_mesh():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_backends.parallel.attention.gathered import gathered_attention
-from accel_backends.parallel.attention.positions import Sharding
+from accel_backends.parallel.attention.positions import SequenceSharding
 from accel_backends.parallel.attention.ring import ring_attention
 from accel_state.errors import BackendError, ConfigError, PrepareError
 
@@ -47,9 +47,9 @@ class Context:
             raise ConfigError(f"no context-parallel method {self.method!r}; methods: {', '.join(_METHODS)}")
 
     @cached_property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> SequenceSharding:
         """Division of the positions among the ranks."""
-        return Sharding(self.mesh.size(), self.balanced)
+        return SequenceSharding(self.mesh.size(), self.balanced)
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from accel_backends.parallel.matrices import Matrix, matrix_of
-from accel_backends.parallel.plan import Choice, Plan, wildcard
+from accel_backends.parallel.plan import StyleChoice, TensorParallelPlan, wildcard
 from accel_backends.parallel.styles import (
     STYLES,
     Colwise,
@@ -44,7 +44,9 @@ _FEED_FORWARD = (
 _POINTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout, nn.Identity, nn.LeakyReLU, nn.ELU)
 
 
-def derive_plan(model: nn.Module, size: int, *, sequence_parallel: bool = False, loss_parallel: bool = False) -> Plan:
+def derive_plan(
+    model: nn.Module, size: int, *, sequence_parallel: bool = False, loss_parallel: bool = False
+) -> TensorParallelPlan:
     """Plan for a model's attentions, feed-forward networks, embedding and head, as their structure allows.
 
     A pair of layers is sharded where its names and sizes are those of a known block and ``size`` divides the sizes; the
@@ -67,7 +69,7 @@ def derive_plan(model: nn.Module, size: int, *, sequence_parallel: bool = False,
         from accel_backends.parallel.sequence import between_blocks
 
         found = between_blocks(model, found)
-    return Plan(_merged(found, dict(model.named_modules())))
+    return TensorParallelPlan(_merged(found, dict(model.named_modules())))
 
 
 Found = Iterator[tuple[str, Style, str]]
@@ -77,16 +79,16 @@ def _joined(name: str, below: str) -> str:
     return ".".join(part for part in (name, below) if part)
 
 
-def _merged(found: Sequence[tuple[str, Style, str]], names: Iterable[str]) -> tuple[Choice, ...]:
+def _merged(found: Sequence[tuple[str, Style, str]], names: Iterable[str]) -> tuple[StyleChoice, ...]:
     """One choice for all modules of a pattern, where all that the pattern matches have one style; else one for each."""
     alike: dict[str, int] = Counter(wildcard(name) for name in names)
     same: dict[tuple[str, Style], int] = Counter((wildcard(name), style) for name, style, _ in found)
-    merged: dict[tuple[str, Style], Choice] = {}
+    merged: dict[tuple[str, Style], StyleChoice] = {}
     for name, style, reason in found:
         pattern = wildcard(name)
         if same[pattern, style] < alike[pattern]:
             pattern = name
-        merged.setdefault((pattern, style), Choice(pattern, style, reason))
+        merged.setdefault((pattern, style), StyleChoice(pattern, style, reason))
     return tuple(merged.values())
 
 

@@ -50,11 +50,11 @@ def exchanged(shard: torch.Tensor, dim: int, exchange: Exchange, group: dist.Pro
 
     Collective: every rank of the group must call this.
     """
-    slices: torch.Tensor = _Exchanged.apply(shard, dim, exchange, group)  # type: ignore[no-untyped-call]
+    slices: torch.Tensor = _ExchangedShards.apply(shard, dim, exchange, group)  # type: ignore[no-untyped-call]
     return slices
 
 
-class _Exchanged(torch.autograd.Function):
+class _ExchangedShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, dim: int, exchange: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.exchange, ctx.group = dim, exchange, group

@@ -150,11 +150,11 @@ def exchange_rows(
 
     Collective: every rank of the group must call this, and its backward.
     """
-    exchanged: torch.Tensor = _Exchanged.apply(rows, list(sent), list(received), group)  # type: ignore[no-untyped-call]
+    exchanged: torch.Tensor = _ExchangedRows.apply(rows, list(sent), list(received), group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
-class _Exchanged(torch.autograd.Function):
+class _ExchangedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Any:
         ctx.options = received, sent, group

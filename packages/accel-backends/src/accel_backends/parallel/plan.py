@@ -15,7 +15,7 @@ from accel_state.errors import PrepareError
 
 @final
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StyleChoice:
     """Style of the modules whose names match ``pattern``; a ``*`` stands for one component of a name."""
 
     pattern: str
@@ -30,28 +30,28 @@ class Choice:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TensorParallelPlan:
     """Choices, in the order in which they are applied; modules that none matches are replicated."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[StyleChoice, ...]
 
     @classmethod
-    def parse(cls, patterns: Mapping[str, Any], reason: str = "given") -> "Plan":
+    def parse(cls, patterns: Mapping[str, Any], reason: str = "given") -> "TensorParallelPlan":
         """Plan from patterns to styles: names of styles, :class:`Style` or torch's ``ParallelStyle``.
 
         Raises:
             PrepareError: a style that does not exist.
         """
-        return cls(tuple(Choice(pattern, _style(pattern, style), reason) for pattern, style in patterns.items()))
+        return cls(tuple(StyleChoice(pattern, _style(pattern, style), reason) for pattern, style in patterns.items()))
 
-    def modules(self, model: nn.Module) -> list[tuple[str, nn.Module, Choice]]:
+    def modules(self, model: nn.Module) -> list[tuple[str, nn.Module, StyleChoice]]:
         """Modules of the model with their choices, in the order of the plan.
 
         Raises:
             PrepareError: a pattern that matches no module.
         """
         named = dict(model.named_modules())
-        found: list[tuple[str, nn.Module, Choice]] = []
+        found: list[tuple[str, nn.Module, StyleChoice]] = []
         for choice in self.choices:
             names = [name for name in named if choice.matches(name)]
             if not names:
@@ -70,7 +70,7 @@ class Plan:
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
 
 
-def model_plan(model: nn.Module) -> Plan:
+def model_plan(model: nn.Module) -> TensorParallelPlan:
     """Plan that a model brings along: ``tp_plan`` of transformers' models, which includes ``base_model_tp_plan``.
 
     Raises:
@@ -90,7 +90,7 @@ def model_plan(model: nn.Module) -> Plan:
                 f'{"for parameters" if style in STYLES else "here"}; nearest: plan="derive", which leaves such modules '
                 "replicated, or a mapping of your own"
             )
-    return Plan.parse(patterns, f"tp_plan of {type(model).__name__}")
+    return TensorParallelPlan.parse(patterns, f"tp_plan of {type(model).__name__}")
 
 
 def wildcards(names: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from accel_backends.parallel.derive import derive_plan
-from accel_backends.parallel.plan import Choice, Plan, model_plan
+from accel_backends.parallel.plan import StyleChoice, TensorParallelPlan, model_plan
 from accel_backends.parallel.styles import Style
 from accel_state.errors import PrepareError
 
@@ -20,10 +20,10 @@ from accel_state.errors import PrepareError
 def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Plan | Mapping[str, Any] | str = "derive",
+    plan: TensorParallelPlan | Mapping[str, Any] | str = "derive",
     *,
     src_data_rank: int | None = 0,
-) -> Plan:
+) -> TensorParallelPlan:
     """Shards a model's layers over the ranks of ``mesh`` in place, and returns the plan that was applied.
 
     All ranks of the mesh must receive the same inputs and, where replicated modules draw random numbers (dropout), have
@@ -67,12 +67,12 @@ def apply_tensor_parallel(
     return chosen
 
 
-def plan_for(model: nn.Module, size: int, plan: Plan | Mapping[str, Any] | str) -> Plan:
+def plan_for(model: nn.Module, size: int, plan: TensorParallelPlan | Mapping[str, Any] | str) -> TensorParallelPlan:
     """Plan of a model for ``size`` ranks, from what a caller may give; see :func:`apply_tensor_parallel`."""
-    if isinstance(plan, Plan):
+    if isinstance(plan, TensorParallelPlan):
         return plan
     if isinstance(plan, Mapping):
-        return Plan.parse(plan)
+        return TensorParallelPlan.parse(plan)
     if plan == "model":
         return model_plan(model)
     if plan == "derive":
@@ -80,7 +80,7 @@ def plan_for(model: nn.Module, size: int, plan: Plan | Mapping[str, Any] | str) 
     raise PrepareError(f'no tensor-parallel plan {plan!r}; expected "derive", "model" or a mapping from patterns')
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[tuple[str, nn.Module, Choice]]:
+def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> list[tuple[str, nn.Module, StyleChoice]]:
     """Modules with their choices, after every check that needs no communication."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -96,7 +96,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[tuple[str, nn
     return places
 
 
-def _check_ties(model: nn.Module, places: list[tuple[str, nn.Module, Choice]]) -> None:
+def _check_ties(model: nn.Module, places: list[tuple[str, nn.Module, StyleChoice]]) -> None:
     """Refuses plans that would give one tied parameter two placements, or a placement in only one of its modules."""
     planned: dict[str, Placement | str] = {}
     for name, module, choice in places:
@@ -122,7 +122,7 @@ def _check_ties(model: nn.Module, places: list[tuple[str, nn.Module, Choice]]) -
             )
 
 
-def _planned(module: nn.Module, choice: Choice) -> Mapping[str, Placement | str]:
+def _planned(module: nn.Module, choice: StyleChoice) -> Mapping[str, Placement | str]:
     """Placements of a module's parameters; those of a torch style are unknown, and stand as its name."""
     if isinstance(choice.style, Style):
         return choice.style.placements(module)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from accel_backends.parallel.attention.positions import Sharding
+from accel_backends.parallel.attention.positions import SequenceSharding
 from accel_backends.parallel.exchange import Exchange
 
 
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_positions_are_divided(size, balanced):
-    sharding = Sharding(size, balanced)
+    sharding = SequenceSharding(size, balanced)
     parts = [sharding.positions(24, rank) for rank in range(size)]
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(24))
     assert all(torch.equal(part, part.sort().values) for part in parts)
@@ -19,7 +19,7 @@ def test_positions_are_divided(size, balanced):
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_blocks_are_the_causal_scores(size, balanced):
-    sharding, length = Sharding(size, balanced), 24 // size
+    sharding, length = SequenceSharding(size, balanced), 24 // size
     computed = torch.zeros(24, 24, dtype=torch.int)
     for rank in range(size):
         for source in range(size):
@@ -34,7 +34,7 @@ def test_blocks_are_the_causal_scores(size, balanced):
 
 
 def test_balanced_ranks_compute_as_many_scores():
-    sharding = Sharding(4)
+    sharding = SequenceSharding(4)
     seen = [int((sharding.positions(64, rank) + 1).sum()) for rank in range(4)]
     assert len(set(seen)) == 1
 

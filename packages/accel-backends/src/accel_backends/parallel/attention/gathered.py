@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from accel_backends.parallel.attention.positions import Sharding
+from accel_backends.parallel.attention.positions import SequenceSharding
 
 
 def gathered_attention(
@@ -20,7 +20,7 @@ def gathered_attention(
     value: torch.Tensor,
     *,
     group: dist.ProcessGroup,
-    sharding: Sharding,
+    sharding: SequenceSharding,
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
@@ -33,7 +33,7 @@ def gathered_attention(
     """
     rank, length = dist.get_rank(group), query.shape[-2]
     features = key.shape[-1]
-    shards: torch.Tensor = _Gathered.apply(torch.cat([key, value], dim=-1), group)  # type: ignore[no-untyped-call]
+    shards: torch.Tensor = _GatheredShards.apply(torch.cat([key, value], dim=-1), group)  # type: ignore[no-untyped-call]
     keys, values = _in_order(shards, sharding).split([features, value.shape[-1]], dim=-1)
     grouped = query.shape[1] != key.shape[1]
     if not causal:
@@ -55,7 +55,7 @@ def gathered_attention(
     return torch.cat(outputs, dim=-2)
 
 
-def _in_order(shards: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+def _in_order(shards: torch.Tensor, sharding: SequenceSharding) -> torch.Tensor:
     """Full sequences (batch, heads, tokens, features) from the shards of all ranks, stacked in order of rank."""
     pieces: dict[int, torch.Tensor] = {}
     for rank, shard in enumerate(shards.unbind(0)):
@@ -64,7 +64,7 @@ def _in_order(shards: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     return torch.cat([pieces[index] for index in sorted(pieces)], dim=-2)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredShards(torch.autograd.Function):
     """All-gather along a new first dim; the backward reduce-scatters the gradients."""
 
     @staticmethod

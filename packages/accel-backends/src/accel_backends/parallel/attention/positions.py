@@ -8,7 +8,7 @@ from accel_state.errors import PrepareError
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ScoreBlock:
     """Queries and keys, as local slices, of one block of scores, and whether the block is causal along its diagonal."""
 
     queries: slice
@@ -17,7 +17,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class SequenceSharding:
     """Division of sequences among ``size`` ranks.
 
     Balanced, a sequence has twice as many chunks as ranks, and each rank holds one from its head and the one at the
@@ -53,17 +53,17 @@ class Sharding:
         spans = [torch.arange(index * chunk, (index + 1) * chunk, device=device) for index in self.chunks(rank)]
         return torch.cat(spans)
 
-    def block(self, rank: int, source: int, length: int, *, causal: bool) -> Block | None:
+    def block(self, rank: int, source: int, length: int, *, causal: bool) -> ScoreBlock | None:
         """Block of scores of a rank's queries and the keys of ``source``, each ``length`` tokens; None: all masked.
 
         Blocks of other ranks' keys have no diagonal: each of the chunks is entirely before or behind the others.
         """
         every = slice(0, length)
         if rank == source or not causal:
-            return Block(every, every, causal=causal)
+            return ScoreBlock(every, every, causal=causal)
         if not self.balanced:
-            return Block(every, every, causal=False) if source < rank else None
+            return ScoreBlock(every, every, causal=False) if source < rank else None
         half = length // 2
         if source < rank:
-            return Block(every, slice(0, half), causal=False)
-        return Block(slice(half, length), every, causal=False)
+            return ScoreBlock(every, slice(0, half), causal=False)
+        return ScoreBlock(slice(half, length), every, causal=False)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accel_backends.parallel.attention.blocks import accumulation_dtype, block_backward, block_forward, merge
-from accel_backends.parallel.attention.positions import Sharding
+from accel_backends.parallel.attention.positions import SequenceSharding
 
 
 def ring_attention(
@@ -19,7 +19,7 @@ def ring_attention(
     value: torch.Tensor,
     *,
     group: dist.ProcessGroup,
-    sharding: Sharding,
+    sharding: SequenceSharding,
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
@@ -43,7 +43,7 @@ class _RingAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         group: dist.ProcessGroup,
-        sharding: Sharding,
+        sharding: SequenceSharding,
         scale: float,
         causal: bool,
     ) -> torch.Tensor:
