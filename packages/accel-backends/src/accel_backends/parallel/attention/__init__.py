@@ -1,0 +1,1 @@
+"""Attention over sequences that are sharded across ranks."""

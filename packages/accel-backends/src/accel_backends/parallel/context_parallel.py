@@ -1,0 +1,175 @@
+"""Context parallelism: every rank of one mesh axis holds a shard of each sequence, and attention spans all of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from accel_backends.parallel.attention.gathered import gathered_attention
+from accel_backends.parallel.attention.positions import SequenceSharding
+from accel_backends.parallel.attention.ring import ring_attention
+from accel_state.errors import BackendError, ConfigError, PrepareError
+
+#: Label of a token without loss, as in ``torch.nn.functional.cross_entropy``.
+IGNORED = -100
+_LABELS = ("labels", "shift_labels")
+_METHODS: Mapping[str, Callable[..., torch.Tensor]] = {"allgather": gathered_attention, "ring": ring_attention}
+
+
+@final
+@dataclass(frozen=True)
+class Context:
+    """Sharding of sequences over the ranks of a mesh with one axis, and the attention over the shards.
+
+    ``allgather`` gathers keys and values of full sequences on every rank and calls torch's attention kernels; ``ring``
+    keeps shards only and computes the scores itself (see ``attention.blocks``), so it needs less memory for keys and
+    more for scores. Both are exact. ``balanced`` gives every rank as many causal scores to compute.
+
+    Raises:
+        ConfigError: a mesh of several axes, or a method that does not exist.
+    """
+
+    mesh: DeviceMesh
+    method: Literal["allgather", "ring"] = "allgather"
+    balanced: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mesh.ndim != 1:
+            raise ConfigError(
+                f"context parallelism over a mesh of {self.mesh.ndim} axes {self.mesh.mesh_dim_names}; nearest: "
+                "mesh['cp'], its one axis"
+            )
+        if self.method not in _METHODS:
+            raise ConfigError(f"no context-parallel method {self.method!r}; methods: {', '.join(_METHODS)}")
+
+    @cached_property
+    def sharding(self) -> SequenceSharding:
+        """Division of the positions among the ranks."""
+        return SequenceSharding(self.mesh.size(), self.balanced)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Context-parallel group of this rank."""
+        return self.mesh.get_group()
+
+    def positions(self, length: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """Positions of this rank's tokens in sequences of ``length`` tokens, ascending.
+
+        Raises:
+            PrepareError: the length does not divide into the chunks.
+        """
+        return self.sharding.positions(length, self.mesh.get_local_rank(), device=device)
+
+    def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's shard of full sequences along ``dim``; differentiable."""
+        return tensor.index_select(dim, self.positions(tensor.shape[dim], device=tensor.device))
+
+    def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's shard of a batch of full sequences (batch x tokens in dims 0 and 1), as keywords of a model.
+
+        Every tensor with the length of ``input_ids`` (or ``inputs_embeds``) in dim 1 is sharded; others are kept.
+        ``position_ids`` are added. Labels become ``shift_labels``, because the next token of a chunk's last one is on
+        another rank; ``labels`` are the same tensor, since transformers' models compute a loss only with them.
+
+        Raises:
+            PrepareError: no sequences, a length that does not divide, padding that attention would see, or positions
+                that begin anew within a row (packed sequences).
+        """
+        first = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)
+        if first is None:
+            raise PrepareError(f"a batch of {', '.join(batch)} has no input_ids or inputs_embeds to shard")
+        length = first.shape[1]
+        _check_mask(batch.get("attention_mask"))
+        full = {key: value for key, value in batch.items() if key != "attention_mask"}
+        full.setdefault("position_ids", torch.arange(length, device=first.device).expand(first.shape[0], length))
+        _check_positions(full["position_ids"])
+        if "labels" in full and "shift_labels" not in full:
+            full["shift_labels"] = _shifted(full["labels"])
+        if "shift_labels" in full:
+            full["labels"] = full["shift_labels"]
+        return {key: self.shard(value) if _has_length(value, length) else value for key, value in full.items()}
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of this rank's queries to the keys of full sequences; (batch, heads, local tokens, features).
+
+        Raises:
+            BackendError: queries and keys are not the same shard of one sequence.
+
+        Collective: every rank of the group must call this.
+        """
+        if query.shape[-2] != key.shape[-2] or query.ndim != 4:
+            raise BackendError(
+                f"context-parallel attention of queries {tuple(query.shape)} to keys {tuple(key.shape)}; expected "
+                "self-attention (batch, heads, tokens, features) of as many keys as queries, so no cache and no "
+                "cross-attention"
+            )
+        if query.shape[1] % key.shape[1]:
+            raise BackendError(f"{key.shape[1]} heads of keys do not divide {query.shape[1]} heads of queries")
+        return _METHODS[self.method](
+            query,
+            key,
+            value,
+            group=self.group,
+            sharding=self.sharding,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            causal=causal,
+        )
+
+    def token_mean(self, losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean of the losses over the labelled tokens of all ranks, the same value on every rank.
+
+        Its gradients are those of one process once gradients are *averaged* over the context-parallel ranks, as DDP
+        and FSDP average over theirs, however the labelled tokens fall on the ranks.
+
+        Args:
+            losses: loss of each local token (``reduction="none"``).
+            labels: the tokens' labels, -100 where a token has no loss.
+
+        Collective: every rank of the group must call this.
+        """
+        labelled = labels != IGNORED
+        local = torch.where(labelled, losses, 0.0).sum()
+        total = torch.stack([local.detach(), labelled.sum().to(local.dtype)])
+        dist.all_reduce(total, group=self.group)
+        count = total[1].clamp(min=1)
+        ours = local * self.mesh.size() / count
+        return ours + (total[0] / count - ours).detach()
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
+
+
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Labels one to the left; the last token has none."""
+    shifted = torch.full_like(labels, IGNORED)
+    shifted[:, :-1] = labels[:, 1:]
+    return shifted
+
+
+def _check_mask(mask: torch.Tensor | None) -> None:
+    if mask is not None and not bool((mask != 0).all()):
+        raise PrepareError(
+            "a batch with padding (attention_mask has zeros), which context-parallel attention would see; nearest: pad "
+            "on the right, leave attention_mask out and label padding -100, which causal attention never reads"
+        )
+
+
+def _check_positions(positions: torch.Tensor) -> None:
+    if bool((positions.diff(dim=-1) != 1).any()):
+        raise PrepareError(
+            "position_ids do not ascend by one: packed sequences, across whose boundaries context-parallel attention "
+            "would look; nearest: one sequence in each row"
+        )

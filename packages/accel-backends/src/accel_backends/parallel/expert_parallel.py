@@ -1,0 +1,219 @@
+"""Expert parallelism: experts are divided among the ranks of one mesh axis, and tokens travel to their experts.
+
+GShard (Lepikhin et al. 2020, arXiv:2006.16668) introduced the exchange by all-to-all. Here it is dropless: as many
+tokens are exchanged as the router has chosen, without a capacity.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from accel_state.errors import PrepareError
+
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+def apply_expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, average: bool = True, src_data_rank: int | None = 0
+) -> list[str]:
+    """Divides the experts of a model's blocks among the ranks of ``mesh`` in place; returns the names of their modules.
+
+    The ranks are data-parallel otherwise: each has samples of its own. Parameters of experts become DTensors sharded
+    over the experts, under the same names and with the full tensors of one process. With ``average`` their gradients
+    are divided by the number of ranks, so that they are means over the ranks as DDP's and FSDP's gradients are; they
+    must not be reduced over this mesh again.
+
+    Modules of experts are those of transformers' Mixtral and its kin: parameters with one dim for the experts, first,
+    and a forward of ``hidden_states`` (tokens x features), ``top_k_index`` and ``top_k_weights`` (tokens x choices).
+
+    Raises:
+        PrepareError: on every rank and before any change: a mesh of several axes, no such module, or a number of
+            experts that the ranks do not divide.
+
+    Collective: every rank of the mesh must call this.
+    """
+    if mesh.ndim != 1:
+        raise PrepareError(
+            f"expert parallelism over a mesh of {mesh.ndim} axes {mesh.mesh_dim_names}; nearest: mesh['ep'], its "
+            "one axis"
+        )
+    found = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    if not found:
+        raise PrepareError(
+            f"{type(model).__name__} has no module of experts: parameters whose first dim is num_experts, and a "
+            f"forward of {', '.join(_ARGUMENTS)}"
+        )
+    for name, module in found.items():
+        _check_experts(module, name, mesh.size())
+    for module in found.values():
+        _divide(module, mesh, average=average, src_data_rank=src_data_rank)
+    return list(found)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    parameters = list(module.parameters(recurse=False))
+    count = getattr(module, "num_experts", None)
+    if not parameters or not isinstance(count, int):
+        return False
+    takes = tuple(inspect.signature(module.forward).parameters)
+    first = (one.shape[0] == count or isinstance(one, DTensor) for one in parameters if one.ndim > 1)
+    return takes == _ARGUMENTS and all(first) and all(one.ndim > 1 for one in parameters)
+
+
+def _check_experts(module: nn.Module, name: str, size: int) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+        raise PrepareError(
+            f"the experts of {name} are DTensors already; expert parallelism comes before fully_shard, and once"
+        )
+    count = cast(int, module.num_experts)
+    if count % size:
+        fitting = max(one for one in range(1, size + 1) if count % one == 0)
+        raise PrepareError(
+            f"{name} has {count} experts, which {size} expert-parallel ranks do not divide; nearest: {fitting} ranks"
+        )
+
+
+def _divide(module: nn.Module, mesh: DeviceMesh, *, average: bool, src_data_rank: int | None) -> None:
+    """Shards the parameters, and replaces the forward by one that exchanges tokens around the forward of the class."""
+    count = cast(int, module.num_experts)
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placed = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+        module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    cast(Any, module).num_experts = count // mesh.size()
+    scale, group = 1 / mesh.size() if average else 1.0, mesh.get_group()
+
+    def forward(
+        layer: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        def compute(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            with _local_parameters(layer, scale) as parameters:
+                if not len(rows):
+                    return _linked(rows, parameters)
+                # Weights are applied where the router chose them, after the way back.
+                outputs: torch.Tensor = type(layer).forward(layer, rows, experts[:, None], rows.new_ones(len(rows), 1))
+                return outputs
+
+        count = cast(int, layer.num_experts)
+        return routed(hidden_states, top_k_index, top_k_weights, compute, local_experts=count, group=group)
+
+    module.forward = MethodType(forward, module)
+
+
+def routed(
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    local_experts: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Weighted sum over each token's chosen experts, wherever these are; differentiable.
+
+    Args:
+        hidden: this rank's tokens (tokens x features).
+        index: experts chosen for each token (tokens x choices), counted over all ranks.
+        weights: weight of each choice.
+        compute: outputs of this rank's experts for rows of any rank, given their experts, counted on this rank.
+        local_experts: number of experts of each rank.
+        group: expert-parallel group.
+
+    Collective: every rank of the group must call this.
+    """
+    size, choices = dist.get_world_size(group), index.shape[-1]
+    order = torch.argsort(index.flatten(), stable=True)
+    sent = torch.bincount(index.flatten(), minlength=size * local_experts)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    to, source = (counts.view(size, local_experts).sum(1).tolist() for counts in (sent, received))
+    rows = exchange_rows(hidden[order // choices], to, source, group)
+    experts = torch.arange(local_experts, device=index.device).repeat(size).repeat_interleave(received)
+    outputs = exchange_rows(compute(rows, experts), source, to, group)
+    weighted = outputs * weights.flatten()[order, None].to(outputs.dtype)
+    return torch.zeros_like(hidden).index_add(0, order // choices, weighted.to(hidden.dtype))
+
+
+def exchange_rows(
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Sends ``sent[r]`` rows to each rank ``r``, in order, and returns those received, in order of rank.
+
+    Differentiable: the backward sends the gradients back.
+
+    Collective: every rank of the group must call this, and its backward.
+    """
+    exchanged: torch.Tensor = _ExchangedRows.apply(rows, list(sent), list(received), group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _ExchangedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Any:
+        ctx.options = received, sent, group
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        sent, received, group = ctx.options
+        output = grads[0].new_empty(sum(received), *grads[0].shape[1:])
+        dist.all_to_all_single(output, grads[0].contiguous(), received, sent, group=group)
+        return output, None, None, None
+
+
+@contextmanager
+def _local_parameters(module: nn.Module, scale: float) -> Iterator[list[torch.Tensor]]:
+    """Context in which the module's own parameters are this rank's shards, whose gradients are scaled.
+
+    Attributes of the instance come before parameters in its lookup.
+    """
+    local = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local[name] = _ScaledGradient.apply(shard, scale)  # type: ignore[no-untyped-call]
+    module.__dict__.update(local)
+    try:
+        yield list(local.values())
+    finally:
+        for name in local:
+            del module.__dict__[name]
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.scale, None
+
+
+def _linked(rows: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Outputs for no rows, through which the backward still reaches the exchange and gives parameters gradients of 0.
+
+    Otherwise the other ranks would wait in the backward for a rank whose experts received no tokens.
+    """
+    linked: torch.Tensor = _Linked.apply(rows, *parameters)  # type: ignore[no-untyped-call]
+    return linked
+
+
+class _Linked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)

@@ -1,0 +1,169 @@
+"""Context-parallel attention in the place of ``scaled_dot_product_attention``."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from accel_backends.parallel.context_parallel import Context
+from accel_state.errors import BackendError, PrepareError
+
+
+def apply_context_parallel(model: nn.Module, context: Context) -> None:
+    """Gives a transformers model attention over the shards of its context-parallel group, in place.
+
+    The model has to be called with shards (``Context.shard_batch``) from then on. It uses transformers' public registry
+    of attention functions, so activation checkpointing and torch.compile see an ordinary function.
+
+    Raises:
+        PrepareError: a model that is not of transformers, whose attention is not scaled_dot_product_attention, or that
+            has layers of another attention (sliding windows, linear attention).
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise PrepareError(
+            f"{type(model).__name__} is no transformers model; nearest: the context manager "
+            "context_parallel_attention, in which models that call F.scaled_dot_product_attention compute"
+        )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    _check_attention(model)
+    name = f"context_parallel_{context.method}_{context.group.group_name}_{context.balanced}"
+    AttentionInterface.register(name, _transformers_attention(context))
+    AttentionMaskInterface.register(name, _refuse_masks)
+    cast(Any, model).set_attn_implementation(name)
+
+
+@contextmanager
+def context_parallel_attention(context: Context) -> Iterator[None]:
+    """Context in which ``F.scaled_dot_product_attention`` computes over the shards of the context-parallel group.
+
+    It serves models that call the function themselves. The backward belongs into the context if activations are
+    checkpointed, because they are then computed anew; on accelerators, where the backward has a thread of its own,
+    checkpointed models need :func:`apply_context_parallel`.
+
+    Raises:
+        BackendError: masks, dropout, ``nn.MultiheadAttention`` (which calls no function that could be replaced), or no
+            call of the function until the end, so that attention would have been within each shard only.
+    """
+    mode = _SdpaMode(context)
+    with mode:
+        yield
+    if not mode.calls:
+        raise BackendError(
+            "no F.scaled_dot_product_attention was called in context_parallel_attention, so the model's attention saw "
+            "one rank's shard of the sequence only; nearest: compute attention by that function"
+        )
+
+
+@final
+class _SdpaMode(TorchFunctionMode):
+    """Replaces the attention function, and refuses the one that has another inside."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return _attention(self.context, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            raise BackendError(
+                "nn.MultiheadAttention in context_parallel_attention: it computes attention in one function; nearest: "
+                "a module that projects queries, keys and values and calls F.scaled_dot_product_attention"
+            )
+        return func(*args, **kwargs)
+
+
+def _attention(  # noqa: PLR0913 - the signature of torch's function
+    context: Context,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` over shards, with its signature."""
+    if attn_mask is not None:
+        raise BackendError(
+            f"context-parallel attention with a mask of shape {tuple(attn_mask.shape)}; expected none, or "
+            "is_causal=True"
+        )
+    if dropout_p:
+        raise BackendError(
+            f"context-parallel attention with dropout {dropout_p}, which is not supported; nearest: dropout_p=0.0 in "
+            "attention"
+        )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise BackendError(f"{query.shape[1]} heads of queries and {key.shape[1]} of keys; expected enable_gqa=True")
+    return context.attention(query, key, value, causal=is_causal, scale=scale)
+
+
+def _transformers_attention(context: Context) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Attention with transformers' interface: heads in dim 1 on the way in, in dim 2 on the way out."""
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        for option in ("sliding_window", "softcap", "position_bias", "s_aux"):
+            if options.get(option) is not None:
+                raise BackendError(
+                    f"{type(module).__name__} calls attention with {option}={options[option]!r}, which "
+                    "context-parallel attention does not compute; nearest: cp_size=1"
+                )
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        output = _attention(context, query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+def _refuse_masks(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> None:
+    """Takes the place of transformers' construction of masks: attention itself is causal, and anything else refused."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise BackendError(
+            "context-parallel attention with padding (attention_mask has zeros); nearest: pad on the right, leave "
+            "attention_mask out and label padding -100"
+        )
+    if options.get("local_size") is not None:
+        raise BackendError(
+            f"context-parallel attention with a window of {options['local_size']} tokens; nearest: cp_size=1"
+        )
+
+
+def _check_attention(model: nn.Module) -> None:
+    config: Any = model.config
+    used = getattr(config, "_attn_implementation", None)
+    if used != "sdpa" and not str(used).startswith("context_parallel_"):
+        raise PrepareError(
+            f"{type(model).__name__} computes attention by {used!r}, and context parallelism replaces "
+            'scaled_dot_product_attention; nearest: attn_implementation="sdpa"'
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if kinds or (window is not None and not getattr(config, "layer_types", None)):
+        found = f"layers of {', '.join(sorted(kinds))}" if kinds else f"a sliding window of {window} tokens"
+        raise PrepareError(
+            f"{type(model).__name__} has {found}, which context-parallel attention does not compute; nearest: cp_size=1"
+        )

@@ -1,0 +1,97 @@
+"""A plan is derived where a block is known and divides, and says why where not."""
+
+import pytest
+from torch import nn
+
+from accel_backends.parallel.derive import derive_plan
+from accel_backends.parallel.plan import model_plan
+from accel_backends.parallel.styles import STYLES, FusedColwise
+from accel_state.errors import PrepareError
+
+from .tiny_models import gpt2, llama, mixtral
+
+
+def styles(plan):
+    return {choice.pattern: choice.style for choice in plan.choices}
+
+
+def test_llama_has_the_plan_that_transformers_gives_it():
+    assert styles(derive_plan(llama(), 2)) == styles(model_plan(llama()))
+
+
+def test_gpt2_has_fused_projections_and_a_tied_embedding():
+    found = styles(derive_plan(gpt2(), 2))
+    assert found["transformer.h.*.attn.c_attn"] == FusedColwise((32, 32, 32))
+    assert found["transformer.wte"] == STYLES["embedding_rowwise"]
+    assert found["lm_head"] == STYLES["colwise_gather_output"]
+
+
+def test_heads_stay_entire():
+    plan = derive_plan(llama(heads=2), 4)
+    found = styles(plan)
+    assert {found[f"model.layers.*.self_attn.{name}"] for name in ("q_proj", "o_proj")} == {STYLES["replicate"]}
+    assert "4 ranks do not divide the 2 heads of k_proj" in str(plan)
+    assert found["model.layers.*.mlp.gate_proj"] == STYLES["colwise"]
+
+
+class Attention(nn.Module):
+    """Projections of four heads, and whatever else is given."""
+
+    def __init__(self, **others):
+        super().__init__()
+        self.head_dim = 4
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(16, 16))
+        for name, other in others.items():
+            setattr(self, name, other)
+
+
+def test_parameters_of_all_heads_leave_an_attention_replicated():
+    assert styles(derive_plan(Attention(q_norm=nn.RMSNorm(4)), 2))["q_norm"] == STYLES["replicated_with_grad_allreduce"]
+    for other in (nn.RMSNorm(16), nn.Parameter(nn.Linear(4, 1).bias)):
+        plan = derive_plan(Attention(extra=other), 2)
+        assert set(styles(plan).values()) == {STYLES["replicate"]}
+        assert "extra" in str(plan)
+
+
+def test_a_norm_between_the_layers_leaves_a_feed_forward_network_replicated():
+    network = nn.Module()
+    network.fc1, network.norm, network.fc2 = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+    plan = derive_plan(network, 2)
+    assert set(styles(plan).values()) == {STYLES["replicate"]}
+    assert "norm may compute over all 8 features" in str(plan)
+
+
+def test_experts_are_left_to_expert_parallelism():
+    found = styles(derive_plan(mixtral(), 2))
+    assert found["model.layers.*.self_attn.q_proj"] == STYLES["colwise"]
+    assert not any("experts" in pattern for pattern in found)
+    with pytest.raises(PrepareError, match=r"experts.gate_up_proj the style 'packed_colwise', which is not supported"):
+        model_plan(mixtral())
+
+
+def test_vocabularies_that_do_not_divide_are_replicated():
+    plan = derive_plan(llama(), 3)
+    assert styles(plan)["lm_head"] == STYLES["replicate"]
+    assert "3 ranks do not divide a vocabulary of 64" in str(plan)
+
+
+def test_sequential_needs_pointwise_modules_between():
+    pointwise = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    assert styles(derive_plan(pointwise, 2)) == {"0": STYLES["colwise"], "2": STYLES["rowwise"]}
+    assert derive_plan(nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 4)), 2).choices == ()
+
+
+def test_only_the_first_block_splits_sequences():
+    found = styles(derive_plan(llama(), 2, sequence_parallel=True))
+    assert found["model.layers.0"] == STYLES["split_sequence"]
+    assert "model.layers.*" not in found
+    assert found["model.layers.*.self_attn.o_proj"] == STYLES["rowwise_scatter_sequence"]
+    assert found["model.norm"] == STYLES["sequence_parallel_gather_output"]
+
+
+def test_sequence_parallelism_needs_blocks_of_sharded_modules_and_norms():
+    with pytest.raises(PrepareError, match="has no list of two or more blocks"):
+        derive_plan(nn.Linear(4, 4), 2, sequence_parallel=True)
+    with pytest.raises(PrepareError, match="mlp is a MixtralSparseMoeBlock, which is neither a norm"):
+        derive_plan(mixtral(), 2, sequence_parallel=True)

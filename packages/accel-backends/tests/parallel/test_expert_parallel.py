@@ -1,0 +1,172 @@
+"""Over expert-parallel ranks a model trains as it does on one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from accel_backends.parallel.expert_parallel import apply_expert_parallel
+from accel_backends.parallel.router_loss import load_balancing_loss
+from accel_state.errors import PrepareError
+
+from .tiny_models import OPTIMIZERS, assert_states_equal, distance, full, llama, mixtral, next_token_loss, tokens
+
+
+def ep_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def global_batch(step):
+    return torch.cat([tokens(10 * step + part) for part in range(2)])
+
+
+def average_gradients(model):
+    """What data parallelism does with everything but experts."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def assert_trains_as_one_process(optimizer, dtype, tolerance, bias=None):
+    expected, model = mixtral().to(dtype), mixtral().to(dtype)
+    if bias is not None:
+        for one in (expected, model):
+            bias(one)
+    names = apply_expert_parallel(model, ep_mesh())
+    assert names == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    experts = model.model.layers[0].mlp.experts.gate_up_proj
+    assert experts.placements == (Shard(0),)
+    assert experts.to_local().shape[0] == 4 // dist.get_world_size()
+    expected_optimizer = OPTIMIZERS[optimizer](expected.parameters())
+    ours = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(5):
+        batch = global_batch(step)
+        next_token_loss(expected(input_ids=batch, use_cache=False).logits, batch).backward()
+        mine = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        next_token_loss(model(input_ids=mine, use_cache=False).logits, mine).backward()
+        average_gradients(model)
+        for one in (expected_optimizer, ours):
+            one.step()
+            one.zero_grad()
+    assert_states_equal(model, ours, expected, expected_optimizer, tolerance)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_two_ranks_train_as_one_process(rank, optimizer):
+    assert_trains_as_one_process(optimizer, torch.float64, 1e-10)
+
+
+@pytest.mark.ranks(4)
+def test_four_ranks_train_as_one_process(rank):
+    assert_trains_as_one_process("adamw", torch.float64, 1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_train_as_one_process_in_single_precision(rank):
+    assert_trains_as_one_process("sgd", torch.float32, 1e-5)
+
+
+def starve(model):
+    """Every token chooses the first two experts, so that the ranks of the others have none."""
+    for layer in model.model.layers:
+        gate = layer.mlp.gate
+
+        def choose(hidden, gate=gate):
+            logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
+            scores = logits[:, :2].softmax(-1)
+            return logits, scores, torch.tensor([0, 1]).expand(len(scores), 2)
+
+        gate.forward = choose
+
+
+@pytest.mark.ranks(4)
+def test_ranks_whose_experts_have_no_tokens_take_part(rank):
+    assert_trains_as_one_process("adamw", torch.float64, 1e-10, bias=starve)
+
+
+@pytest.mark.ranks(4)
+def test_experts_may_be_fully_sharded_over_another_axis(rank):
+    """Experts are sharded over two ranks each way, everything else over all four."""
+    from torch.distributed.fsdp import fully_shard
+
+    expected, model = mixtral().double(), mixtral().double()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    apply_expert_parallel(model, mesh["ep"])
+    every = init_device_mesh("cpu", (4,))
+    for block in model.model.layers:
+        fully_shard(block.mlp.experts, mesh=mesh["dp"])
+        fully_shard(block, mesh=every)
+    fully_shard(model, mesh=every)
+    optimizers = [OPTIMIZERS["adamw"](one.parameters()) for one in (expected, model)]
+    for step in range(3):
+        batch = global_batch(step)
+        next_token_loss(expected(input_ids=batch, use_cache=False).logits, batch).backward()
+        mine = batch.chunk(4)[rank]
+        next_token_loss(model(input_ids=mine, use_cache=False).logits, mine).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    assert_states_equal(model, optimizers[1], expected, optimizers[0], 1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_may_be_sums(rank):
+    expected, model = mixtral().double(), mixtral().double()
+    apply_expert_parallel(model, ep_mesh(), average=False)
+    batch = global_batch(0)
+    next_token_loss(expected(input_ids=batch, use_cache=False).logits, batch).backward()
+    mine = batch.chunk(2)[rank]
+    next_token_loss(model(input_ids=mine, use_cache=False).logits, mine).backward()
+    for ours, other in zip(model.model.layers, expected.model.layers, strict=True):
+        assert distance(full(ours.mlp.experts.down_proj.grad) / 2, other.mlp.experts.down_proj.grad) < 1e-10
+
+
+@pytest.mark.ranks(2)
+def test_checkpointed_activations_exchange_tokens_again(rank):
+    model, again = mixtral(), mixtral()
+    for one in (model, again):
+        apply_expert_parallel(one, ep_mesh())
+    again.gradient_checkpointing_enable()
+    for one in (model, again):
+        next_token_loss(one(input_ids=tokens(rank), use_cache=False).logits, tokens(rank)).backward()
+    for ours, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(full(ours.grad), full(other.grad))
+
+
+@pytest.mark.ranks(2)
+def test_router_loss_is_that_of_all_tokens(rank):
+    """Its value on every rank, and the mean of its gradients over the ranks."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = [torch.randn(12, 4, generator=torch.Generator().manual_seed(layer)) for layer in range(2)]
+    full_logits = [one.clone().requires_grad_() for one in logits]
+    expected = load_balancing_loss_func(tuple(full_logits), 4, 2)
+    expected.backward()
+    mine = [one.chunk(2)[rank].clone().requires_grad_() for one in logits]
+    loss = load_balancing_loss(mine, top_k=2, group=dist.group.WORLD)
+    loss.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for ours, other in zip(mine, full_logits, strict=True):
+        assert distance(ours.grad / 2, other.grad.chunk(2)[rank]) < 1e-5
+
+
+@pytest.mark.ranks(3)
+def test_experts_that_do_not_divide_name_their_module(rank):
+    with pytest.raises(PrepareError, match=r"layers.0.mlp.experts has 4 experts, which 3 .* nearest: 2 ranks"):
+        apply_expert_parallel(mixtral(), ep_mesh())
+
+
+@pytest.mark.ranks(2)
+def test_models_without_experts_and_second_applications_are_refused(rank):
+    with pytest.raises(PrepareError, match=r"LlamaForCausalLM has no module of experts"):
+        apply_expert_parallel(llama(), ep_mesh())
+    with pytest.raises(PrepareError, match=r"Linear has no module of experts"):
+        apply_expert_parallel(nn.Linear(2, 2), ep_mesh())
+    model = mixtral()
+    apply_expert_parallel(model, ep_mesh())
+    with pytest.raises(PrepareError, match=r"experts of model.layers.0.mlp.experts are DTensors already"):
+        apply_expert_parallel(model, ep_mesh())
