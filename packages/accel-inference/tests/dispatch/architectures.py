@@ -56,8 +56,6 @@ ARCHITECTURES = {
     ),
 }  # fmt: skip
 GENERATING = ("llama", "llama-tied", "gpt2", "mixtral", "t5", "bart")
-# transformers' experts compute with their weights through a module above them.
-PRELOADED = {"mixtral": ["MixtralExperts"]}
 
 
 def make(name):

@@ -128,12 +128,12 @@ def _compare(
         if name not in sources and name not in tied_to_present and (tensor.is_meta or isinstance(tensor, nn.Parameter))
     ]
     if unknown or missing:
-        text = f"the checkpoint has no {_some(missing)}" if missing else ""
-        text += " and " if unknown and missing else ""
-        text += f"the model has no {_some(unknown)}" if unknown else ""
+        texts = [f"the model lacks, and they were not used when it was loaded: {_some(unknown)}"] if unknown else []
+        texts += [f"the checkpoint lacks, and they stay as they are: {_some(missing)}"] if missing else []
+        text = "weights that " + "; weights that ".join(texts)
         if strict:
-            raise CheckpointMismatchError(f"Some weights do not match: {text}")
-        _LOG.warning("Some weights do not match and are left as they are: %s", text)
+            raise CheckpointMismatchError(f"{text} (strict=False accepts this)")
+        _LOG.warning("%s", text)
     wrong = [
         f"{name} is {list(shape_of(source))} in the checkpoint and {list(targets[name].shape)} in the model"
         for name, source in sources.items()
