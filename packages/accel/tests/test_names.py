@@ -39,6 +39,11 @@ PATHS = {
         "pad_across_processes pad_input_tensors patch_environment recursively_apply reduce release_memory "
         "send_to_device set_seed slice_tensors str_to_bool synchronize_rng_states tqdm wait_for_everyone"
     ),
+    "accel.big_modeling": "init_empty_weights cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch "
+    "cpu_offload_with_hook attach_layerwise_casting_hooks",
+    "accel.hooks": "AlignDevicesHook CpuOffload SequentialHook add_hook_to_module remove_hook_from_module",
+    "accel.utils.modeling": "get_balanced_memory infer_auto_device_map clean_device_map set_module_tensor_to_device",
+    "accel.utils.offload": "OffloadedWeightsLoader offload_weight save_offload_index",
     "accel.utils.operations": "gather reduce DistributedOperationException send_to_device",
     "accel.utils.constants": "SAFE_WEIGHTS_NAME TORCH_LAUNCH_PARAMS",
     "accel.utils.deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig map_pytorch_optim_to_deepspeed",
@@ -103,7 +108,7 @@ def test_naming_accelerator_makes_few_objects() -> None:
 @pytest.mark.parametrize(
     ("statement", "instead"),
     [
-        ("from accel import init_empty_weights", "accelerator.load_model"),
+        ("from accel import prepare_pippy", "load_checkpoint_and_dispatch"),
         ("from accel.utils import is_port_in_use", "nothing to do with training"),
         ("from accel.utils import MegatronLMPlugin", "fsdp"),
     ],
@@ -116,8 +121,8 @@ def test_importing_a_name_that_only_accelerate_has_says_what_works_instead(state
 
 
 def test_a_name_that_only_accelerate_has_is_no_attribute() -> None:
-    with pytest.raises(AttributeError, match=f"big_modeling.*{PAGE}"):
-        accel.big_modeling  # noqa: B018
+    with pytest.raises(AttributeError, match=f"inference.*{PAGE}"):
+        accel.inference  # noqa: B018
     assert not hasattr(accel.utils, "is_port_in_use")
     with pytest.raises(ImportError, match=r"^cannot import name 'Acelerator' from 'accel' \("):
         exec("from accel import Acelerator", {})

@@ -19,6 +19,14 @@ from accel_backends import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_data import LoaderOptions as DataLoaderConfiguration  # noqa: F401
 from accel_data import skip_first_batches as skip_first_batches
 from accel_deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from accel_inference import cpu_offload as cpu_offload
+from accel_inference import cpu_offload_with_hook as cpu_offload_with_hook
+from accel_inference import disk_offload as disk_offload
+from accel_inference import dispatch_model as dispatch_model
+from accel_inference import infer_auto_device_map as infer_auto_device_map
+from accel_inference import init_empty_weights as init_empty_weights
+from accel_inference import init_on_device as init_on_device
+from accel_inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_precision import AutocastKwargs as AutocastKwargs
 from accel_precision import GradScalerKwargs as GradScalerKwargs
 from accel_precision import PrecisionPolicy as PrecisionPolicy
@@ -28,7 +36,9 @@ from accel_state import ParallelismConfig as ParallelismConfig
 from accel_state import find_executable_batch_size as find_executable_batch_size
 from accel_state import synchronize_rng_states as synchronize_rng_states
 
+from . import big_modeling as big_modeling
 from . import data_loader as data_loader
+from . import hooks as hooks
 from . import launchers as launchers
 from . import logging as logging
 from . import optimizer as optimizer

@@ -6,8 +6,8 @@ PAGE = "docs/differences.md"
 """The page that lists all of these names, with reasons."""
 
 _LARGE = (
-    "models larger than memory for inference, and quantized ones, are not served; to train one, build it under "
-    'torch.device("meta") and load it with accelerator.load_model'
+    "pipelines of inference and quantized models are not served; dispatch_model and load_checkpoint_and_dispatch serve "
+    "models larger than memory"
 )
 _MEGATRON = "there is no Megatron-LM backend yet; strategy='fsdp' or 'deepspeed' shards models"
 _FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"
@@ -17,17 +17,7 @@ _INNER = "it is an inner part of Accelerate"
 _SMALL = "it has nothing to do with training"
 
 _INSTEAD = {
-    _LARGE: (
-        "big_modeling hooks inference cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights "
-        "init_on_device load_checkpoint_and_dispatch infer_auto_device_map load_checkpoint_in_model prepare_pippy "
-        "attach_layerwise_casting_hooks BnbQuantizationConfig align_module_device calculate_maximum_sizes "
-        "check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device compute_module_sizes "
-        "convert_file_size_to_int dtype_byte_size find_tied_parameters get_balanced_memory get_max_layer_size "
-        "get_max_memory has_offloaded_params id_tensor_storage load_offloaded_weights load_state_dict "
-        "named_module_tensors retie_parameters set_module_tensor_to_device OffloadedWeightsLoader PrefixedDataset "
-        "extract_submodules_state_dict load_offloaded_weight offload_state_dict offload_weight save_offload_index "
-        "has_4bit_bnb_layers load_and_quantize_model"
-    ),
+    _LARGE: "inference prepare_pippy BnbQuantizationConfig has_4bit_bnb_layers load_and_quantize_model",
     _MEGATRON: (
         "MegatronLMPlugin add_model_config_to_megatron_parser AbstractTrainStep "
         "BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine "

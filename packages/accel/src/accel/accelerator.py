@@ -150,7 +150,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         from accel.observe.trackers import Trackers
         from accel.prepared import Preparation, PreparedObjects
         from accel.resilience.guard import PreemptionGuard
-        from accel.strategy import RunStrategy
+        from accel.setup.run_strategy import RunStrategy
 
         self.config, self.policy = config, policy = opened.config, opened.policy
         self.session, self.project_configuration = session, project = opened.session, opened.project

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
     from accel.loop.loaders import Loaders
     from accel.observe.run_log import RunLog
-    from accel.strategy import RunStrategy
+    from accel.setup.run_strategy import RunStrategy
     from accel_backends import TorchDynamoPlugin
 
 Gate = Callable[[Any, Any], Any]

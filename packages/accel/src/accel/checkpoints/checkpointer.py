@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from accel.observe.run_log import RunLog
     from accel.prepared import PreparedObjects
     from accel.setup.kwargs_handlers import ProjectConfiguration
-    from accel.strategy import RunStrategy
+    from accel.setup.run_strategy import RunStrategy
     from accel_ckpt import AsyncSaver, Checkpoint, SaveHandle
     from accel_ckpt.io.storage import Location
     from accel_launch.config.model import AccelConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
-    from accel.strategy import RunStrategy
+    from accel.setup.run_strategy import RunStrategy
     from accel_data import LoaderOptions, PreparedLoader
     from accel_data.device.sequence_parallel import Part
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accel.loop.loaders import Loaders
     from accel.prepared import PreparedObjects
     from accel.resilience.guard import PreemptionGuard
-    from accel.strategy import RunStrategy
+    from accel.setup.run_strategy import RunStrategy
 
 
 @final

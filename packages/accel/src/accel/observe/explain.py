@@ -14,7 +14,7 @@ from accel_observe.report.read_amplification import read_text
 if TYPE_CHECKING:
     from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
     from accel.prepared import PreparedObjects
-    from accel.strategy import RunStrategy
+    from accel.setup.run_strategy import RunStrategy
     from accel_launch.config.model import AccelConfig
 
 

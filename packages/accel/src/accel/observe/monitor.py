@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accel.observe.profiler import ProfileKwargs
     from accel.observe.run_log import RunLog
     from accel.prepared import PreparedObjects
-    from accel.strategy import RunStrategy
+    from accel.setup.run_strategy import RunStrategy
     from accel_launch.config.model import AccelConfig
     from accel_observe.meters.health import LossWatch
     from accel_observe.meters.meter import Meter

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from accel.loop.loaders import Loaders
     from accel.prepared import Preparation, PreparedObjects
     from accel.setup.kwargs_handlers import ProjectConfiguration
+    from accel.setup.run_strategy import RunStrategy
     from accel.state import AcceleratorState, GradientState
-    from accel.strategy import RunStrategy
     from accel_backends import Backend, Choice, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_ckpt import SaveHandle
     from accel_data import LoaderOptions

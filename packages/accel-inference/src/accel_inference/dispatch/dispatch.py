@@ -1,0 +1,158 @@
+"""Dispatch of a model's modules to the devices of a map."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_inference.dispatch.moves import guard_moves
+from accel_inference.hooks.align import DeviceLike
+from accel_inference.hooks.attach import attach_align_device_hook_on_blocks
+from accel_inference.module_tensors.access import TiedParams
+from accel_inference.module_tensors.ties import (
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
+    retie_parameters,
+)
+from accel_inference.placement.budgets import HOST_DEVICES
+from accel_inference.placement.device_map import check_device_map
+from accel_inference.prefetch.weights_map import OffloadedWeightsLoader
+from accel_inference.weights.checkpoint_files import PathLike
+from accel_inference.weights.loading import missing_weights
+from accel_inference.weights.offload_folder import offload_state_dict, read_offload_index
+from accel_state.errors import CheckpointMismatchError
+
+DeviceMap = Mapping[str, DeviceLike]
+
+
+def dispatch_model(  # noqa: PLR0913  (the signature that users know)
+    model: nn.Module,
+    device_map: DeviceMap,
+    main_device: DeviceLike | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: PathLike | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    resident_bytes: int | None = None,
+) -> nn.Module:
+    """Places the modules of a model by a map, so that calls to the model work as before.
+
+    Modules on "cpu" (if the map has an accelerator) and "disk" compute on ``main_device``, the first accelerator of the
+    map or else the CPU; their weights are there only while they do, and the next ones are read meanwhile. Offloaded
+    weights come from ``state_dict``, ``offload_index`` or the index of ``offload_dir``; what none of them has is taken
+    from the model, and what is on disk written to ``offload_dir``. ``resident_bytes`` bounds the offloaded weights that
+    are in memory at a time (default: see :class:`Prefetcher`).
+
+    A map with one device moves the model there, without hooks unless ``force_hooks``. The map becomes
+    ``model.hf_device_map``.
+
+    Raises:
+        ValueError: the map lacks a module, or has "disk" without a place for weights.
+        CheckpointMismatchError: a tensor without memory has no offloaded weight.
+    """
+    check_device_map(model, device_map)
+    places = {str(device) for device in device_map.values()}
+    if len(places) <= 1 and "disk" not in places and not force_hooks:
+        model.to(next(iter(device_map.values())))
+    else:
+        main = main_device if main_device is not None else main_device_of(device_map)
+        offloaded = ("disk",) if torch.device(main).type in ("cpu", "mps") else HOST_DEVICES
+        weights = _offloaded_weights(
+            model, device_map, offloaded, state_dict, offload_dir, offload_index, resident_bytes=resident_bytes
+        )
+        _attach(model, device_map, main, offloaded, weights, offload_buffers, skip_keys, preload_module_classes)
+        if len(places) > 1 or "disk" in places:
+            guard_moves(model)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def main_device_of(device_map: DeviceMap) -> DeviceLike:
+    """Where offloaded modules compute: the first accelerator of the map, or else the CPU."""
+    return next((device for device in device_map.values() if str(device) not in HOST_DEVICES), "cpu")
+
+
+def _attach(
+    model: nn.Module,
+    device_map: DeviceMap,
+    main: DeviceLike,
+    offloaded: Sequence[str],
+    weights: OffloadedWeightsLoader | None,
+    offload_buffers: bool,
+    skip_keys: str | Sequence[str] | None,
+    preload_module_classes: Sequence[str] | None,
+) -> None:
+    ties = find_tied_parameters(model)
+    check_tied_parameters_on_same_device(ties, device_map)
+    copies: TiedParams = {
+        model.get_parameter(name).data_ptr(): {}
+        for group in ties
+        for name in group
+        if not model.get_parameter(name).is_meta
+    }
+    if weights is not None:
+        weights.tie(ties)
+    is_offloaded = {name: str(device) in offloaded for name, device in device_map.items()}
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={name: main if is_offloaded[name] else device for name, device in device_map.items()},
+        offload=is_offloaded,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=copies,
+    )
+    for group in ties:
+        by_device: dict[str, list[str]] = {}
+        for name in group:
+            by_device.setdefault(str(device_of(name, device_map)), []).append(name)
+        retie_parameters(model, by_device.values())
+
+
+def _offloaded_weights(
+    model: nn.Module,
+    device_map: DeviceMap,
+    offloaded: Sequence[str],
+    state_dict: Mapping[str, Tensor] | None,
+    offload_dir: PathLike | None,
+    offload_index: Mapping[str, Any] | None,
+    *,
+    resident_bytes: int | None,
+) -> OffloadedWeightsLoader | None:
+    """The weights of the modules that are offloaded; None if no module is."""
+    wanted = {
+        name: (tensor, str(device))
+        for name, tensor in model.state_dict().items()
+        if (device := device_of(name, device_map)) is not None and str(device) in offloaded
+    }
+    if not any(str(device) in offloaded for device in device_map.values()):
+        return None
+    on_disk = {name: tensor for name, (tensor, device) in wanted.items() if device == "disk"}
+    if on_disk and offload_dir is None and offload_index is None and not set(on_disk) <= set(state_dict or ()):
+        raise ValueError(
+            "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules "
+            f"need to be offloaded: {', '.join(name for name, device in device_map.items() if str(device) == 'disk')}."
+        )
+    index = dict(offload_index) if offload_index is not None else read_offload_index(offload_dir) if offload_dir else {}
+    host = dict(state_dict or {})
+    lacking = {name: tensor for name, tensor in on_disk.items() if name not in index and name not in host}
+    if (
+        written := {name: tensor for name, tensor in lacking.items() if not tensor.is_meta}
+    ) and offload_dir is not None:
+        offload_state_dict(offload_dir, written)
+        index |= {name: entry for name, entry in read_offload_index(offload_dir).items() if name in written}
+    for name, (tensor, device) in wanted.items():
+        if device == "cpu" and name not in index and not tensor.is_meta:
+            host.setdefault(name, tensor.detach().cpu())
+    if missing := [name for name in missing_weights(model, {**host, **index}) if name in wanted]:
+        raise CheckpointMismatchError(
+            f"{', '.join(missing[:8])} have no memory and no offloaded weight; load the checkpoint into the model first"
+        )
+    return OffloadedWeightsLoader(host, offload_dir, index, resident_bytes=resident_bytes)

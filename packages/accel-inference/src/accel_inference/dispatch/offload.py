@@ -1,0 +1,96 @@
+"""Offload of all weights of a model: to host memory, to a folder, or in turns with other models."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from accel_inference.hooks.align import AlignDevicesHook, DeviceLike
+from accel_inference.hooks.attach import attach_align_device_hook
+from accel_inference.hooks.hook import add_hook_to_module
+from accel_inference.hooks.turns import CpuOffload, UserCpuOffloadHook
+from accel_inference.module_tensors.ties import find_tied_parameters, retie_parameters
+from accel_inference.prefetch.weights_map import OffloadedWeightsLoader
+from accel_inference.weights.checkpoint_files import PathLike
+from accel_inference.weights.offload_folder import INDEX, offload_state_dict
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: DeviceLike | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    resident_bytes: int | None = None,
+) -> nn.Module:
+    """Keeps all weights in host memory, and each on ``execution_device`` only while its module computes.
+
+    ``execution_device`` defaults to that of the first parameter, ``state_dict`` (weights in host memory) to the
+    model's own, ``resident_bytes`` to what :class:`Prefetcher` says.
+    """
+    if state_dict is None:
+        state_dict = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    weights = OffloadedWeightsLoader(state_dict=state_dict, resident_bytes=resident_bytes)
+    return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: PathLike,
+    execution_device: DeviceLike | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    resident_bytes: int | None = None,
+) -> nn.Module:
+    """Keeps all weights in a folder, and each on ``execution_device`` only while its module computes.
+
+    The weights are written to ``offload_dir`` unless it has an index already. ``execution_device`` defaults to that of
+    the first parameter, ``resident_bytes`` to what :class:`Prefetcher` says.
+    """
+    if not (Path(offload_dir) / INDEX).is_file():
+        offload_state_dict(offload_dir, model.state_dict())
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, resident_bytes=resident_bytes)
+    return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)
+
+
+def _offload_all(
+    model: nn.Module,
+    weights: OffloadedWeightsLoader,
+    execution_device: DeviceLike | None,
+    offload_buffers: bool,
+    preload_module_classes: Sequence[str] | None,
+) -> nn.Module:
+    first = next(model.parameters(), None)
+    if execution_device is None:
+        execution_device = torch.device("cpu") if first is None or first.is_meta else first.device
+    ties = find_tied_parameters(model)
+    weights.tie(ties)
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=execution_device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+    retie_parameters(model, ties)
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: DeviceLike | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Moves a model to ``execution_device`` for its forward and leaves it there until the next model's.
+
+    For pipelines of models that compute one after the other: each gets the hook of the one before as
+    ``prev_module_hook``. The hook that is returned moves the model away (``offload()``) or is removed (``remove()``).
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)

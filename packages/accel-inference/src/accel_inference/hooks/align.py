@@ -1,0 +1,191 @@
+"""Hook that brings a module's weights and inputs to the device where it computes."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_inference.hooks.hook import ModelHook
+from accel_inference.module_tensors.access import (
+    TiedParams,
+    get_non_persistent_buffers,
+    owner_of,
+    place,
+    set_module_tensor_to_device,
+)
+from accel_inference.prefetch.prefetcher import THREADS, Prefetcher
+from accel_inference.prefetch.weights_map import OffloadedWeightsLoader, PrefixedDataset
+from accel_state.errors import CheckpointMismatchError
+from accel_state.pytree.operations import find_device, send_to_device
+
+DeviceLike = int | str | torch.device
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings a module's inputs to its execution device, and its weights there while it computes.
+
+    Attributes:
+        execution_device: where the module computes; None leaves inputs where they are.
+        offload: whether the weights are on the meta device between forwards.
+        io_same_device: whether outputs go to the device of the inputs.
+        weights_map: offloaded weights by their name in the module; by default those that the module has now.
+        offload_buffers: whether buffers are offloaded as well; others stay on the execution device.
+        place_submodules: whether the hook is responsible for the tensors of submodules, too.
+        skip_keys: keyword arguments that stay where they are.
+        tied_params_map: copies of tied tensors by device, so that a device has one.
+    """
+
+    def __init__(
+        self,
+        execution_device: DeviceLike | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: TiedParams | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._placed: list[tuple[nn.Module, str, Tensor]] = []
+        """Tensors that the weights replaced: module, name there, tensor on the meta device."""
+        self._block: tuple[Prefetcher, int] | None = None
+        self._depth = 0
+        """Forwards of the module that run now, one inside the other, and the thread that runs them."""
+        self._thread: int | None = None
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        if not self.offload:
+            if self.execution_device is not None:
+                for name, tensor in self._tensors(module, buffers=True):
+                    if not tensor.is_meta:
+                        self._move(module, name)
+            return module
+        offloaded = dict(self._tensors(module, buffers=self.offload_buffers))
+        kept = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
+        self.original_devices = {name: tensor.device for name, tensor in self._tensors(module, buffers=True)}
+        if self.weights_map is None:
+            here = {name: tensor.detach().cpu() for name, tensor in offloaded.items() if name not in kept}
+            self.weights_map = OffloadedWeightsLoader(state_dict=here)
+        for name, tensor in self._tensors(module, buffers=True):
+            if name in offloaded and name not in kept:
+                set_module_tensor_to_device(module, name, "meta")
+            elif not tensor.is_meta and self.execution_device is not None:
+                self._move(module, name)
+        self._register(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload:
+            self._onload(module)
+        if self.execution_device is None:
+            return args, kwargs
+        moved: tuple[Any, ...] = send_to_device(args, self.execution_device)
+        return moved, send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.offload:
+            self._offload()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def failed_forward(self, module: nn.Module) -> None:
+        if self.offload:
+            self._offload()
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        if self.offload and self.weights_map is not None:
+            self._offload()
+            for name, device in self.original_devices.items():
+                if device.type != "meta" and name in self.weights_map:
+                    value = self.weights_map[name]
+                    set_module_tensor_to_device(module, name, device, value=value, dtype=value.dtype)
+        return module
+
+    def _tensors(self, module: nn.Module, *, buffers: bool) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the hook is responsible for, tied ones under each name."""
+        yield from module.named_parameters(recurse=self.place_submodules, remove_duplicate=False)
+        if buffers:
+            yield from module.named_buffers(recurse=self.place_submodules, remove_duplicate=False)
+
+    def _move(self, module: nn.Module, name: str) -> None:
+        assert self.execution_device is not None
+        set_module_tensor_to_device(module, name, self.execution_device, tied_params_map=self.tied_params_map)
+
+    def _register(self, module: nn.Module) -> tuple[Prefetcher, int] | None:
+        """Makes the module's weights a block of the prefetcher; None for a mapping of another kind, which has none."""
+        dataset, prefix = _origin(self.weights_map)
+        if not isinstance(dataset, OffloadedWeightsLoader):
+            return None
+        prefetcher = dataset.prefetcher(_device(self.execution_device))
+        if self._block is None or self._block[0] is not prefetcher:
+            names = self._offloaded_names(module)
+            if lacking := [name for name in names if prefix + name not in dataset]:
+                raise CheckpointMismatchError(
+                    f"the offloaded weights lack {', '.join(prefix + name for name in lacking)} of a "
+                    f"{type(module).__name__}; they have {', '.join(sorted(dataset)[:8])}, ..."
+                )
+            self._block = prefetcher, prefetcher.add({name: dataset.source(prefix + name) for name in names})
+        return self._block
+
+    def _offloaded_names(self, module: nn.Module) -> list[str]:
+        kept = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
+        return [name for name, tensor in self._tensors(module, buffers=True) if tensor.is_meta and name not in kept]
+
+    def _onload(self, module: nn.Module) -> None:
+        here = threading.get_ident()
+        if self._depth:
+            if self._thread != here:
+                raise RuntimeError(THREADS)
+            self._depth += 1  # the module computes inside its own forward
+            return
+        if (block := self._register(module)) is not None:
+            tensors = block[0].acquire(block[1])
+        else:
+            weights: Mapping[str, Tensor] = self.weights_map or {}
+            device = _device(self.execution_device)
+            tensors = {name: weights[name].to(device) for name in self._offloaded_names(module)}
+        self._depth, self._thread = 1, here
+        for name, tensor in tensors.items():
+            owner, leaf = owner_of(module, name)
+            empty = owner._parameters.get(leaf) if leaf in owner._parameters else owner._buffers[leaf]
+            assert empty is not None
+            self._placed.append((owner, leaf, empty))
+            place(owner, leaf, tensor.detach(), like=empty)
+
+    def _offload(self) -> None:
+        """Puts the tensors without memory back, and ends the use of the weights."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or self._thread is None:
+            return
+        for owner, leaf, empty in self._placed:
+            (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = empty  # type: ignore[assignment]
+        self._placed, self._thread = [], None
+        if self._block is not None:
+            self._block[0].release(self._block[1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the block, which a copy registers with its own prefetcher."""
+        return {**self.__dict__, "_block": None, "_placed": [], "_depth": 0, "_thread": None}
+
+
+def _device(given: DeviceLike | None) -> torch.device:
+    return torch.device("cpu") if given is None else torch.device(given)
+
+
+def _origin(weights: Mapping[str, Tensor] | None) -> tuple[Mapping[str, Tensor] | None, str]:
+    return weights.origin() if isinstance(weights, PrefixedDataset) else (weights, "")

@@ -1,0 +1,166 @@
+"""Hooks around the forward of a module."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
+"""Methods that move a module; a dispatched model has its own in their place."""
+
+
+class ModelHook:
+    """What happens around a module's forward; by default nothing.
+
+    ``no_grad`` runs the forward without recording it for autograd.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is added; returns the module, possibly changed."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before the forward; returns its arguments, possibly changed."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after the forward; returns its output, possibly changed."""
+        return output
+
+    def failed_forward(self, module: nn.Module) -> None:
+        """Called instead of ``post_forward`` after an error, to give back what ``pre_forward`` took."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is removed; returns the module, possibly changed."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, in their order."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    @property
+    def no_grad(self) -> bool:  # type: ignore[override]
+        """Whether one of the hooks wants no record for autograd."""
+        return any(hook.no_grad for hook in self.hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for index, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                for earlier in self.hooks[:index]:
+                    earlier.failed_forward(module)
+                raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def failed_forward(self, module: nn.Module) -> None:
+        for hook in self.hooks:
+            hook.failed_forward(module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Adds a hook to a module, in place; it replaces the present one, or with ``append`` comes after it.
+
+    The hook is ``module._hf_hook``. ``module.forward`` keeps its name and signature, and is part of the module: a deep
+    copy and an unpickled module have their own.
+    """
+    if append and (present := getattr(module, "_hf_hook", None)) is not None:
+        hook = SequentialHook(present, hook)
+        remove_hook_from_module(module, detach=False)
+    else:
+        remove_hook_from_module(module, detach=False)
+    added = hook.hooks[-1] if append and isinstance(hook, SequentialHook) else hook
+    module = added.init_hook(module)
+    original = module.forward
+    attributes: Any = module
+    attributes._hf_hook, attributes._old_forward = hook, original
+    # A partial of a function of a module pickles, and a deep copy of it refers to the copy of the module.
+    hooked = functools.update_wrapper(functools.partial(run, module), original)
+    _set_forward(module, hooked)
+    return module
+
+
+def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module between what its hook does before and after."""
+    hook: Any = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    forward: Callable[..., Any] = module._old_forward  # type: ignore[assignment]
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = forward(*args, **kwargs)
+        else:
+            output = forward(*args, **kwargs)
+    except BaseException:
+        hook.failed_forward(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False, *, detach: bool = True) -> nn.Module:
+    """Removes the hook of a module, in place; with ``recurse`` those of its submodules, too."""
+    if hasattr(module, "_hf_hook"):
+        if detach:
+            module._hf_hook.detach_hook(module)  # type: ignore[operator, union-attr]
+        delattr(module, "_hf_hook")
+    if hasattr(module, "_old_forward"):
+        _restore_forward(module)
+    for name in MOVES if detach else ():
+        module.__dict__.pop(name, None)
+    for child in module.children() if recurse else ():
+        remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Removes the hooks of a module and of all below it."""
+    remove_hook_from_module(module, recurse=True)
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    if isinstance(module, torch.fx.GraphModule):
+        # GraphModule.recompile sets the forward of the class, of which each GraphModule has its own.
+        type(module).forward = _for_class(forward)
+    else:
+        module.__dict__["forward"] = forward
+
+
+def _for_class(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def hooked(_self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return hooked
+
+
+def _restore_forward(module: nn.Module) -> None:
+    old: Any = module._old_forward
+    if isinstance(module, torch.fx.GraphModule):
+        type(module).forward = getattr(old, "__func__", old)
+    else:
+        module.__dict__.pop("forward", None)
+        if module.forward != old:
+            module.__dict__["forward"] = old
+    delattr(module, "_old_forward")

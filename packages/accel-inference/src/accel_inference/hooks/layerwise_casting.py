@@ -1,0 +1,65 @@
+"""Layers whose weights are stored in a small dtype and cast to another while they compute."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_inference.hooks.hook import ModelHook, add_hook_to_module
+
+_CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Casts a module's weights to ``compute_dtype`` for its forward, and back to ``storage_dtype`` after it."""
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+    def failed_forward(self, module: nn.Module) -> None:
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Stores the weights of linear layers and convolutions in ``storage_dtype``.
+
+    Modules whose name matches one of the patterns, or that are of one of the classes, are left out with all below them.
+    """
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    classes = (skip_modules_classes,) if isinstance(skip_modules_classes, type) else tuple(skip_modules_classes or ())
+    for layer in list(_layers(module, "", patterns, classes)):
+        add_hook_to_module(layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+
+
+def _layers(
+    module: nn.Module, name: str, patterns: Sequence[str], skipped: tuple[type[nn.Module], ...]
+) -> Iterator[nn.Module]:
+    if isinstance(module, skipped) or any(re.search(pattern, name) for pattern in patterns):
+        return
+    if isinstance(module, _CAST):
+        yield module
+        return
+    for child_name, child in module.named_children():
+        yield from _layers(child, f"{name}.{child_name}" if name else child_name, patterns, skipped)

@@ -1,0 +1,158 @@
+"""Reading and replacing the tensors of a module by name."""
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_inference.module_tensors.dtypes import proper_dtype
+from accel_state.device.memory import clear_device_cache
+
+TiedParams = MutableMapping[int, MutableMapping[torch.device, Tensor]]
+"""For the memory address of a tied tensor: its copies by device."""
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a module by name, then its buffers; a tied parameter comes once, under its first name."""
+    yield from module.named_parameters(recurse=recurse)
+    if not include_buffers:
+        return
+    dropped = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else set()
+    for name, buffer in module.named_buffers(recurse=recurse):
+        if name not in dropped:
+            yield name, buffer
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Names of buffers that are not in the state dict; with ``fqns``, full names."""
+    found = set()
+    for prefix, part in module.named_modules() if recurse else (("", module),):
+        for name in part._non_persistent_buffers_set:
+            found.add(f"{prefix}.{name}" if fqns and prefix else name)
+    return found
+
+
+def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    """The submodule that holds a tensor, and the tensor's name in it.
+
+    Raises:
+        ValueError: there is no such submodule, or no such tensor in it.
+    """
+    path, _, leaf = tensor_name.rpartition(".")
+    owner = module
+    for part in path.split(".") if path else ():
+        child = getattr(owner, part, None)
+        if not isinstance(child, nn.Module):
+            raise ValueError(f"{owner.__class__.__name__} has no attribute {part}; looked for {tensor_name!r}")
+        owner = child
+    if leaf not in owner._parameters and leaf not in owner._buffers:
+        known = [*owner._parameters, *owner._buffers]
+        raise ValueError(
+            f"{owner.__class__.__name__} does not have a parameter or a buffer named {leaf}; it has: "
+            f"{', '.join(known) or 'none'}"
+        )
+    return owner, leaf
+
+
+def place(owner: nn.Module, leaf: str, tensor: Tensor, *, like: Tensor | None = None) -> None:
+    """Puts ``tensor`` where a module has its parameter or buffer ``leaf``.
+
+    A parameter becomes one again: of the class, with the attributes and the ``requires_grad`` of ``like``, which is the
+    present one unless given.
+    """
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+        return
+    owner._parameters[leaf] = as_parameter(tensor, like if like is not None else owner._parameters[leaf])
+
+
+def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
+    """``tensor`` as a parameter of the class, with the attributes and the ``requires_grad`` of ``like``."""
+    if isinstance(tensor, nn.Parameter) or like is None:
+        return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+    requires_grad = like.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+    if type(like) in (nn.Parameter, Tensor):
+        made = nn.Parameter(tensor, requires_grad=requires_grad)
+        if like.__dict__:
+            made.__dict__.update(like.__dict__)
+        return made
+    kind: Any = type(like)
+    made = kind(tensor, requires_grad=requires_grad, **like.__dict__)
+    return made  # type: ignore[no-any-return]
+
+
+def set_module_tensor_to_device(  # noqa: PLR0913  (the signature that users know)
+    module: nn.Module,
+    tensor_name: str,
+    device: int | str | torch.device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: TiedParams | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Moves the tensor ``tensor_name`` ("layer.weight") of ``module`` to ``device``, or puts ``value`` there.
+
+    ``value`` takes the dtype of the tensor that it replaces, or ``dtype``; integers keep theirs. With
+    ``tied_params_map`` a tensor that was moved to the device before is not copied again.
+
+    Raises:
+        ValueError: there is no such tensor, it is on the meta device and no value is given, or the value has another
+            shape.
+    """
+    if fp16_statistics is not None:
+        raise ValueError("fp16_statistics belong to 8-bit weights of bitsandbytes, which are not loaded here")
+    owner, leaf = owner_of(module, tensor_name)
+    old = owner._parameters.get(leaf) if leaf in owner._parameters else owner._buffers[leaf]
+    if old is None and value is None:
+        return
+    target = torch.device(device)
+    if value is None and old is not None and old.is_meta and target.type != "meta":
+        raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put in on {device}.")
+    if value is not None and old is not None:
+        if old.shape != value.shape and not hasattr(old, "quant_state"):
+            raise ValueError(
+                f'Trying to set a tensor of shape {value.shape} in "{leaf}" (which has shape {old.shape}), this looks '
+                "incorrect."
+            )
+        if value.is_floating_point() or value.is_complex():
+            value = value.to(proper_dtype(dtype) if dtype is not None else old.dtype)
+    source = value if value is not None else old
+    assert source is not None
+    with torch.no_grad():
+        new = _moved(source, target, tied_params_map, non_blocking)
+    if new is old:
+        return
+    place(owner, leaf, new if new is not value or isinstance(new, nn.Parameter) else new.detach(), like=old)
+    if clear_cache and target.type not in ("cpu", "meta"):
+        clear_device_cache()
+
+
+def _moved(source: Tensor, target: torch.device, ties: TiedParams | None, non_blocking: bool) -> Tensor:
+    """``source`` on a device; the copy that is there already if the tensor is tied."""
+    copies = ties.get(source.data_ptr()) if ties is not None and not source.is_meta else None
+    if copies is not None and (there := copies.get(target)) is not None:
+        return there
+    moved = source if _on(source, target) else source.to(target, non_blocking=non_blocking)
+    if copies is not None and target.type != "meta":
+        copies[target] = moved
+    return moved
+
+
+def _on(tensor: Tensor, target: torch.device) -> bool:
+    return tensor.device.type == target.type and (target.index is None or tensor.device.index == target.index)
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Whether two devices are one; "cuda" without an index is "cuda:0"."""
+    return first_device.type == second_device.type and (first_device.index or 0) == (second_device.index or 0)
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Identity of the memory behind a tensor: device, address, bytes; equal for tensors that share it."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()

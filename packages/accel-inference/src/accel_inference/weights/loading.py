@@ -1,0 +1,196 @@
+"""Checkpoints read into a model, each weight once, to the device of its module or into the offload folder's index."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_inference.module_tensors.access import set_module_tensor_to_device
+from accel_inference.module_tensors.dtypes import proper_dtype
+from accel_inference.module_tensors.ties import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
+    retie_parameters,
+)
+from accel_inference.weights.checkpoint_files import (
+    PathLike,
+    checkpoint_files,
+    dtype_of,
+    in_dtype,
+    shape_of,
+    weights_of,
+)
+from accel_inference.weights.offload_folder import offload_weight, save_offload_index
+from accel_inference.weights.sources import FileWeight, Source
+from accel_state.errors import CheckpointMismatchError
+
+_LOG = getLogger(__name__)
+DeviceMap = Mapping[str, int | str | torch.device]
+
+
+def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
+    model: nn.Module,
+    checkpoint: PathLike,
+    device_map: DeviceMap | None = None,
+    offload_folder: PathLike | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Reads a checkpoint (see :func:`checkpoint_files`) into a model, whose parameters may be on the meta device.
+
+    Names and shapes are compared before anything is read; then each weight is read on its own, so that no second copy
+    of the model exists at any time (``offload_state_dict`` has nothing to add to that). Weights on "disk" are not read:
+    the index of ``offload_folder`` names their places in the checkpoint's safetensors files, or files of the
+    folder for what those do not have as it is used.
+
+    Weights have ``dtype`` or that of the checkpoint; ``keep_in_fp32_modules`` names modules that stay float32. Names
+    that only one side has are logged, or with ``strict`` refused.
+
+    Raises:
+        ValueError: a module has no device in the map, or is on disk without an offload folder.
+        CheckpointMismatchError: a weight has another shape; with ``strict`` also another set of names.
+        CheckpointError: a file is corrupt, cannot be read, or would run code when it is read.
+    """
+    if offload_8bit_bnb or broadcast_from_rank0 or not full_state_dict:
+        raise ValueError(
+            "offload_8bit_bnb, broadcast_from_rank0 and full_state_dict=False are not served here; to load a model "
+            "that is sharded over ranks, use Accelerator.load_model"
+        )
+    ties = find_tied_parameters(model)
+    _check_config(model, ties, device_map)
+    sources = {name: source for file in checkpoint_files(checkpoint) for name, source in weights_of(file).items()}
+    targets = _targets(model)
+    _compare(targets, sources, ties, strict=strict)
+    plan = _plan(targets, sources, device_map, offload_buffers=offload_buffers)
+    if any(step.device == "disk" for step in plan):
+        if offload_folder is None:
+            raise ValueError(
+                "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`."
+            )
+        Path(offload_folder).mkdir(parents=True, exist_ok=True)
+    wanted = None if dtype is None else proper_dtype(dtype)
+    index: dict[str, Any] = {}
+    for step in plan:
+        source = _in_wanted_dtype(step, wanted, keep_in_fp32_modules or ())
+        if step.device == "disk":
+            assert offload_folder is not None
+            _offload(step.name, source, offload_folder, index)
+        else:
+            value = source.read()
+            set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
+    if offload_folder is not None:
+        save_offload_index(index, offload_folder)
+    retie_parameters(model, ties)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One weight, and where it goes."""
+
+    name: str
+    source: Source
+    device: int | str | torch.device
+    target: Tensor
+
+
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _check_config(model: nn.Module, ties: Sequence[Sequence[str]], device_map: DeviceMap | None) -> None:
+    if check_tied_parameters_in_config(model) and not ties:
+        _LOG.warning("The model weights are not tied; call model.tie_weights() before loading the checkpoint")
+    if device_map is not None:
+        check_tied_parameters_on_same_device(ties, device_map)
+
+
+def _compare(
+    targets: Mapping[str, Tensor], sources: Mapping[str, Source], ties: Sequence[Sequence[str]], *, strict: bool
+) -> None:
+    unknown = sorted(set(sources) - set(targets))
+    tied_to_present = {name for group in ties if any(member in sources for member in group) for name in group}
+    missing = [
+        name
+        for name, tensor in targets.items()
+        if name not in sources and name not in tied_to_present and (tensor.is_meta or isinstance(tensor, nn.Parameter))
+    ]
+    if unknown or missing:
+        texts = [f"the model lacks, and they were not used when it was loaded: {_some(unknown)}"] if unknown else []
+        texts += [f"the checkpoint lacks, and they stay as they are: {_some(missing)}"] if missing else []
+        text = "weights that " + "; weights that ".join(texts)
+        if strict:
+            raise CheckpointMismatchError(f"{text} (strict=False accepts this)")
+        _LOG.warning("%s", text)
+    wrong = [
+        f"{name} is {list(shape_of(source))} in the checkpoint and {list(targets[name].shape)} in the model"
+        for name, source in sources.items()
+        if name in targets and shape_of(source) != tuple(targets[name].shape)
+    ]
+    if wrong:
+        raise CheckpointMismatchError(f"shapes do not match, nothing was loaded: {_some(wrong, '; ')}")
+
+
+def _some(names: Sequence[str], separator: str = ", ") -> str:
+    rest = f"{separator}and {len(names) - 8} more" if len(names) > 8 else ""
+    return separator.join(names[:8]) + rest
+
+
+def _plan(
+    targets: Mapping[str, Tensor], sources: Mapping[str, Source], device_map: DeviceMap | None, *, offload_buffers: bool
+) -> list[_Step]:
+    steps = []
+    for name, source in sources.items():
+        if name not in targets:
+            continue
+        target = targets[name]
+        device: Any = device_of(name, device_map) if device_map is not None else target.device
+        if device is None:
+            raise ValueError(f"{name} doesn't have any device set.")
+        if device_map is None and target.is_meta:
+            device = "cpu"
+        if device == "disk" and not isinstance(target, nn.Parameter) and not offload_buffers:
+            device = "cpu"
+        steps.append(_Step(name, source, device, target))
+    return steps
+
+
+def _in_wanted_dtype(step: _Step, wanted: torch.dtype | None, in_fp32: Sequence[str]) -> Source:
+    """The weight in the dtype asked for, or that of the checkpoint; integers keep theirs."""
+    own = dtype_of(step.source)
+    if not own.is_floating_point:
+        return step.source
+    dtype = wanted or own
+    if dtype.itemsize < 4 and any(f".{part}." in f".{step.name}." for part in in_fp32):
+        dtype = torch.float32
+    return in_dtype(step.source, dtype)
+
+
+def _offload(name: str, source: Source, folder: PathLike, index: dict[str, Any]) -> None:
+    if isinstance(source, FileWeight) and source.dtype == source.stored:
+        index[name] = {
+            "safetensors_file": str(source.file.path),
+            "weight_name": source.name,
+            "dtype": str(source.dtype).removeprefix("torch."),
+        }
+    else:
+        offload_weight(source.read(), name, folder, index)
+
+
+def missing_weights(model: nn.Module, offloaded: Mapping[str, Any]) -> list[str]:
+    """Names of tensors that are on the meta device and not among the offloaded ones, nor tied to one of those."""
+    ties = find_tied_parameters(model)
+    served = {*offloaded, *(name for group in ties if any(member in offloaded for member in group) for name in group)}
+    return [name for name, tensor in _targets(model).items() if tensor.is_meta and name not in served]

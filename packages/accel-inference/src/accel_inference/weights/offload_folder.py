@@ -1,0 +1,152 @@
+"""Offload folders: a file for each weight, and an index of them.
+
+The layout is Accelerate's: ``index.json`` has for each weight its dtype and shape, and the file ``<name>.dat`` its
+bytes; or the safetensors file that holds it, and its name and dtype there.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_inference.module_tensors.access import set_module_tensor_to_device
+from accel_inference.module_tensors.dtypes import proper_dtype
+from accel_inference.weights.safetensors_header import read_header
+from accel_inference.weights.sources import FileWeight, HostWeight, WeightFile
+from accel_state.errors import CheckpointCorruptError, CheckpointError
+
+Entry = Mapping[str, Any]
+Folder = str | os.PathLike[str]
+INDEX = "index.json"
+
+
+def offload_weight(
+    weight: Tensor, weight_name: str, offload_folder: Folder, index: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Writes a weight into an offload folder, adds it to ``index`` and returns that.
+
+    Raises:
+        CheckpointError: the file cannot be written: the folder is missing or its disk full.
+    """
+    index = {} if index is None else index
+    target = Path(offload_folder) / f"{weight_name}.dat"
+    staging = target.with_name(f"{target.name}.tmp")
+    try:
+        with staging.open("wb") as file:
+            host = weight.detach().cpu().contiguous()
+            if host.numel():
+                file.write(host.reshape(-1).view(torch.uint8).numpy().data)
+        staging.replace(target)
+    except OSError as error:
+        staging.unlink(missing_ok=True)
+        size = weight.numel() * weight.element_size()
+        raise CheckpointError(f"cannot offload {weight_name} ({size} bytes) to {offload_folder}: {error}") from error
+    index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def save_offload_index(index: Mapping[str, Any], offload_folder: Folder) -> None:
+    """Adds entries to the index of a folder; entries of other weights stay."""
+    if not index:
+        return
+    target = Path(offload_folder) / INDEX
+    staging = target.with_name(f"{INDEX}.tmp")
+    staging.write_text(json.dumps({**read_offload_index(offload_folder), **index}, indent=2))
+    staging.replace(target)
+
+
+def read_offload_index(offload_folder: Folder) -> dict[str, Any]:
+    """Entries of a folder's index; none if there is no index."""
+    target = Path(offload_folder) / INDEX
+    if not target.is_file():
+        return {}
+    try:
+        found = json.loads(target.read_text())
+    except ValueError as error:
+        raise CheckpointCorruptError(f"{target} is no index of an offload folder: {error}") from error
+    return dict(found)
+
+
+def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
+    """Writes all weights of a state dict into an offload folder, which is made; names of one tensor share a file."""
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {}
+    written: dict[Hashable, str] = {}
+    for name, weight in state_dict.items():
+        key = HostWeight(weight).key
+        if weight.device.type == "cpu" and key in written:
+            _link(Path(save_dir), written[key], name)
+            index[name] = index[written[key]]
+            continue
+        offload_weight(weight, name, save_dir, index)
+        written[key] = name
+    save_offload_index(index, save_dir)
+
+
+def _link(folder: Path, first: str, name: str) -> None:
+    """Makes the file of ``first`` that of ``name``, too."""
+    target = folder / f"{name}.dat"
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(folder / f"{first}.dat")
+    except OSError:  # a file system without hard links
+        shutil.copyfile(folder / f"{first}.dat", target)
+
+
+def indexed_weight(
+    name: str, entry: Entry, folder: Folder | None, headers: dict[str, dict[str, FileWeight]]
+) -> FileWeight:
+    """The weight of an entry of an index; ``headers`` keeps those of safetensors files that were parsed before.
+
+    Raises:
+        CheckpointError: the file of the weight is missing, or lacks it.
+        CheckpointCorruptError: the file has another size than its weight.
+    """
+    if entry.get("safetensors_file") is not None:
+        return _in_safetensors(name, entry, headers)
+    if folder is None:
+        raise CheckpointError(f"{name} is offloaded to a file, and no folder is given")
+    path = Path(folder) / f"{name}.dat"
+    dtype = proper_dtype(entry["dtype"])
+    try:
+        weight = FileWeight(WeightFile.at(path), 0, tuple(entry["shape"]), dtype, dtype)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}, which has the weight {name}, does not exist") from error
+    if weight.file.size != weight.nbytes:
+        raise CheckpointCorruptError(f"{path} has {weight.file.size} bytes, and {name} has {weight.nbytes}")
+    return weight
+
+
+def _in_safetensors(name: str, entry: Entry, headers: dict[str, dict[str, FileWeight]]) -> FileWeight:
+    path = str(entry["safetensors_file"])
+    stored_name = str(entry.get("weight_name", name))
+    try:
+        if path not in headers:
+            headers[path] = read_header(path)[0]
+        found = headers[path][stored_name]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}, which has the weight {name}, does not exist") from error
+    except KeyError as error:
+        raise CheckpointError(f"{path} has no weight {stored_name}") from error
+    dtype = proper_dtype(entry["dtype"]) if entry.get("dtype") else found.stored
+    return replace(found, dtype=dtype)
+
+
+def load_offloaded_weight(weight_file: Folder, weight_info: Entry) -> Tensor:
+    """Reads one file of an offload folder by its entry of the index."""
+    path = Path(weight_file)
+    return indexed_weight(path.name.removesuffix(".dat"), weight_info, path.parent, {}).read()
+
+
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, Entry] | None, offload_folder: Folder) -> None:
+    """Loads weights of an offload folder into a model, onto the CPU."""
+    headers: dict[str, dict[str, FileWeight]] = {}
+    for name, entry in (index or {}).items():
+        value = indexed_weight(name, entry, offload_folder, headers).read()
+        set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype)

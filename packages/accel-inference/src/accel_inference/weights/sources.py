@@ -1,0 +1,122 @@
+"""Sources of weights: host memory, and ranges of files."""
+
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from accel_state.errors import CheckpointCorruptError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A file as it was when its contents were listed.
+
+    Each read opens the file, so that a model with thousands of files needs one descriptor, and refuses a file that has
+    been replaced, written or cut since: its bytes are another model's.
+    """
+
+    path: Path
+    identity: tuple[int, int, int, int]
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> "WeightFile":
+        """The file at ``path`` as it is now; the error of the operating system if there is none."""
+        place = Path(path).absolute()
+        return cls(place, _identity(place.stat()))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.identity[2]
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills ``target`` with the bytes at ``offset``.
+
+        Raises:
+            CheckpointCorruptError: the file is not the same any more, or ends before.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            if _identity(os.fstat(descriptor)) != self.identity:
+                raise CheckpointCorruptError(
+                    f"{self.path} was replaced or written to since the model was dispatched; dispatch it again"
+                )
+            done = 0
+            while done < len(target):
+                count = os.preadv(descriptor, [target[done:]], offset + done)
+                if count == 0:
+                    raise CheckpointCorruptError(
+                        f"{self.path} ends at byte {offset + done}, and a weight ends at {offset + len(target)}"
+                    )
+                done += count
+        finally:
+            os.close(descriptor)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class FileWeight:
+    """A tensor in a file, with the bytes that it has in memory: used in ``dtype``, and ``stored`` in another."""
+
+    file: WeightFile
+    offset: int
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    dtype: torch.dtype
+    name: str = ""
+    """The tensor's name in the file, if the format has one."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for names of one tensor."""
+        return self.file.identity[:2], self.offset, self.shape, self.dtype
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.elements * self.stored.itemsize
+
+    def read(self) -> Tensor:
+        """The tensor in new host memory."""
+        # numpy-free and without the modes of the caller: a weight is neither meta nor of inference mode.
+        with torch.inference_mode(False), torch.device("cpu"):
+            raw = torch.empty(self.nbytes, dtype=torch.uint8)
+            if self.nbytes:
+                self.file.read_into(raw.numpy().data, self.offset)
+            return raw.view(self.stored).reshape(self.shape).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HostWeight:
+    """A tensor in host memory."""
+
+    tensor: Tensor
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for names of one tensor."""
+        return id(self.tensor) if self.tensor.numel() == 0 else (self.tensor.data_ptr(), self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def read(self) -> Tensor:
+        """The tensor itself."""
+        return self.tensor
+
+
+Source = FileWeight | HostWeight

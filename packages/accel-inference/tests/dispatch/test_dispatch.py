@@ -1,0 +1,171 @@
+"""Dispatched models: ties, moves, copies, memory, and maps that cannot be served."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel_inference.dispatch.dispatch import dispatch_model
+from accel_inference.dispatch.load import load_checkpoint_and_dispatch
+from accel_inference.dispatch.offload import cpu_offload, cpu_offload_with_hook, disk_offload
+from accel_inference.hooks.hook import remove_hook_from_submodules
+from accel_inference.hooks.offloaded_state import get_state_dict_offloaded_model
+from accel_inference.module_tensors.meta_init import init_empty_weights
+from accel_state.errors import CheckpointMismatchError
+
+X = torch.ones(2, 3)
+HALF = {"linear1": "disk", "batchnorm": "cpu", "linear2": "disk"}
+
+
+@pytest.fixture
+def model(three_layers):
+    return three_layers().eval()
+
+
+def test_one_device_needs_no_hooks_unless_asked(model):
+    expected = model(X)
+    assert dispatch_model(model, {"": "cpu"}) is model
+    assert model.hf_device_map == {"": "cpu"}
+    assert not hasattr(model, "_hf_hook")
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert hasattr(model, "_hf_hook")
+    assert torch.equal(model(X), expected)
+
+
+def test_a_model_is_whole_again_without_its_hooks(model, tmp_path):
+    expected = model(X)
+    dispatch_model(model, HALF, offload_dir=tmp_path)
+    assert torch.equal(model(X), expected)
+    remove_hook_from_submodules(model)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model.to("cpu")(X), expected)
+
+
+def test_moving_a_dispatched_model_warns_and_is_refused(model, tmp_path, caplog):
+    dispatch_model(model, HALF, offload_dir=tmp_path)
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(RuntimeError, match="You can't move a model that has some modul"),
+    ):
+        model.to("cpu")
+    assert "accelerate" in caplog.records[0].name
+    caplog.clear()
+    with pytest.raises(RuntimeError, match="You can't move"):
+        model.to(torch.float16)
+    assert not caplog.records
+
+
+def test_a_deep_copy_computes_by_itself(model, tmp_path):
+    expected = model(X)
+    dispatch_model(model, HALF, offload_dir=tmp_path)
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        made.batchnorm.weight.zero_()
+    assert torch.equal(model(X), expected)
+    assert not torch.equal(made(X), expected)
+
+
+def test_ties_stay_and_are_read_once(tmp_path):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    for layer in model[1:]:
+        layer.weight = model[0].weight
+    x = torch.ones(1, 64)
+    expected = model(x)
+    disk_offload(model, tmp_path)
+    assert torch.equal(model(x), expected)
+    assert all(layer.weight is model[0].weight for layer in model)
+    prefetcher = model[0]._hf_hook.weights_map.origin()[0].prefetcher(torch.device("cpu"))
+    assert prefetcher.counts.bytes_read == 64 * 64 * 4
+
+
+def test_a_module_whose_child_is_not_called_is_preloaded(tmp_path):
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 4)
+
+        def forward(self, x):
+            return x @ self.inner.weight.t() + self.inner.bias
+
+    model = nn.Sequential(Outside())
+    expected = model(X)
+    disk_offload(model, tmp_path, preload_module_classes=["Outside"])
+    assert torch.equal(model(X), expected)
+    assert model[0].inner.weight.is_meta
+
+
+def test_a_disk_without_place_and_a_map_with_holes_are_refused(model):
+    with pytest.raises(ValueError, match=r"We need an `offload_dir`.*linear1, linear2"):
+        dispatch_model(model, HALF)
+    with pytest.raises(ValueError, match=r"does not give any device.*linear2"):
+        dispatch_model(model, {"linear1": "cpu", "batchnorm": "cpu"})
+
+
+def test_a_tensor_without_memory_and_weight_is_refused(three_layers, tmp_path):
+    with init_empty_weights():
+        model = three_layers()
+    with pytest.raises(CheckpointMismatchError, match=r"linear1\.weight.* have no memory and no offloaded weight"):
+        dispatch_model(model, HALF, offload_dir=tmp_path)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "balanced", "balanced_low_0", "sequential", {"": "disk"}, HALF, None])
+def test_a_checkpoint_is_loaded_and_dispatched(model, three_layers, device_map, tmp_path):
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    stamp = (tmp_path / "model.safetensors").stat()
+    with init_empty_weights():
+        empty = three_layers().eval()
+    made = load_checkpoint_and_dispatch(
+        empty, tmp_path, device_map, max_memory={"cpu": 200}, offload_folder=tmp_path / "offload", strict=True
+    )
+    assert torch.equal(made(X), model(X))
+    after = (tmp_path / "model.safetensors").stat()
+    assert (after.st_mtime_ns, after.st_size) == (stamp.st_mtime_ns, stamp.st_size)
+    state = get_state_dict_offloaded_model(made)
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_an_unknown_way_and_missing_weights_are_refused(model, three_layers, tmp_path):
+    save_file({"linear1.weight": model.linear1.weight.detach()}, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        empty = three_layers()
+    with pytest.raises(ValueError, match=r"please choose 'auto', 'balanced'.*got 'best'"):
+        load_checkpoint_and_dispatch(empty, tmp_path, "best")
+    with pytest.raises(CheckpointMismatchError, match=r"lacks weights of the model: linear1\.bias"):
+        load_checkpoint_and_dispatch(empty, tmp_path, {"": "cpu"})
+
+
+def test_models_take_turns(three_layers):
+    first, second = three_layers().eval(), three_layers().eval()
+    expected = second(X)
+    _, hook = cpu_offload_with_hook(first, "cpu")
+    _, other = cpu_offload_with_hook(second, "cpu", prev_module_hook=hook)
+    first(X)
+    assert torch.equal(second(X), expected)
+    hook.offload()
+    other.remove()
+    assert not hasattr(second, "_hf_hook")
+
+
+@pytest.mark.parametrize("budget", [1, 3 * 256 * 256 * 4])
+def test_memory_stays_within_the_budget_and_two_blocks(budget, tmp_path):
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    x = torch.ones(1, 256)
+    expected = model(x)
+    disk_offload(model, tmp_path, resident_bytes=budget)
+    prefetcher = model[0]._hf_hook.weights_map.origin()[0].prefetcher(torch.device("cpu"))
+    for _ in range(100):
+        assert torch.equal(model(x), expected)
+    assert prefetcher.counts.peak_bytes <= budget + 2 * 256 * 256 * 4
+    assert prefetcher.counts.acquired == 800
+
+
+def test_host_weights_are_not_copied(model):
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = model(X)
+    cpu_offload(model, state_dict=weights)
+    assert torch.equal(model(X), expected)
+    weights["linear2.bias"].add_(1)
+    torch.testing.assert_close(model(X), expected + 1)  # the sum is rounded in another order

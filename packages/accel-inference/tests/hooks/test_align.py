@@ -1,0 +1,202 @@
+"""Hooks that place weights, and the state of offloaded modules."""
+
+import copy
+import inspect
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from accel_inference.hooks.align import AlignDevicesHook
+from accel_inference.hooks.attach import attach_align_device_hook
+from accel_inference.hooks.hook import add_hook_to_module, remove_hook_from_submodules
+from accel_inference.hooks.layerwise_casting import attach_layerwise_casting_hooks
+from accel_inference.hooks.offloaded_state import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+from accel_inference.hooks.turns import CpuOffload
+from accel_inference.module_tensors.access import named_module_tensors
+from accel_inference.prefetch.weights_map import OffloadedWeightsLoader
+from accel_inference.weights.offload_folder import offload_state_dict
+from accel_state.errors import CheckpointMismatchError
+
+X = torch.ones(2, 3)
+
+
+@pytest.fixture
+def model(three_layers):
+    return three_layers().eval()
+
+
+def devices(model):
+    return {name: tensor.device.type for name, tensor in named_module_tensors(model, recurse=True)}
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_weights_are_there_only_while_a_module_computes(model, offload_buffers):
+    expected = model(X)
+    attach_align_device_hook(model, execution_device="cpu", offload=True, offload_buffers=offload_buffers)
+    on_meta = {name for name, device in devices(model).items() if device == "meta"}
+    assert {"linear1.weight", "batchnorm.bias"} <= on_meta
+    assert ("batchnorm.running_mean" in on_meta) == offload_buffers
+    assert torch.equal(model(X), expected)
+    assert {name for name, device in devices(model).items() if device == "meta"} == on_meta
+    remove_hook_from_submodules(model)
+    assert set(devices(model).values()) == {"cpu"}
+    assert torch.equal(model(X), expected)
+
+
+def test_attributes_are_the_arguments_of_the_constructor():
+    hook = AlignDevicesHook("cpu", skip_keys="past")
+    names = [name for name in inspect.signature(AlignDevicesHook).parameters if name not in vars(hook)]
+    assert names == []
+
+
+def test_a_failed_forward_leaves_no_weights(model):
+    attach_align_device_hook(model, execution_device="cpu", offload=True)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.ones(2, 7))
+    assert model.linear1.weight.is_meta
+    assert model(X).shape == (2, 5)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_an_offloaded_model_computes_on_its_own(model, duplicate, tmp_path):
+    expected = model(X)
+    offload_state_dict(tmp_path, model.state_dict())
+    attach_align_device_hook(model, "cpu", True, OffloadedWeightsLoader(save_folder=tmp_path))
+    assert torch.equal(model(X), expected)
+    made = duplicate(model)
+    results = {}
+
+    def compute(name, part):
+        for _ in range(20):
+            results[name] = part(X)
+
+    threads = [threading.Thread(target=compute, args=pair) for pair in (("own", model), ("copy", made))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(results["own"], expected)
+    assert torch.equal(results["copy"], expected)
+    assert made.linear1._hf_hook is not model.linear1._hf_hook
+
+
+def test_two_threads_in_one_model_get_right_results_or_a_refusal(model, tmp_path):
+    expected = model(X)
+    offload_state_dict(tmp_path, model.state_dict())
+    attach_align_device_hook(model, "cpu", True, OffloadedWeightsLoader(save_folder=tmp_path))
+    wrong, refused = [], []
+
+    def compute():
+        for _ in range(50):
+            try:
+                wrong.append(not torch.equal(model(X), expected))
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=compute) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(wrong)
+    assert all("another thread" in text for text in refused)
+    assert torch.equal(model(X), expected)
+
+
+def test_a_module_that_computes_inside_itself_keeps_its_weights():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x, depth=2):
+            inner = self(x, depth - 1) if depth else x
+            return inner * self.weight
+
+    module = Nested()
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True))
+    assert torch.equal(module(X), X)
+    assert module.weight.is_meta
+
+
+def test_weights_that_the_map_lacks_are_named(model):
+    weights = OffloadedWeightsLoader(state_dict={"linear1.weight": torch.ones(4, 3)})
+    with pytest.raises(CheckpointMismatchError, match=r"lack linear1\.bias of a Linear"):
+        attach_align_device_hook(model, "cpu", True, weights)
+
+
+def test_any_mapping_serves_as_weights(model):
+    expected = model(X)
+    attach_align_device_hook(model, "cpu", True, dict(model.state_dict()))
+    assert torch.equal(model(X), expected)
+    assert model.linear2.weight.is_meta
+
+
+def test_gradients_flow_through_offloaded_weights_to_the_input(model, tmp_path):
+    x = X.clone().requires_grad_()
+    model(x).sum().backward()
+    expected = x.grad.clone()
+    offload_state_dict(tmp_path, model.state_dict())
+    attach_align_device_hook(model, "cpu", True, OffloadedWeightsLoader(save_folder=tmp_path, resident_bytes=1))
+    x.grad = None
+    model(x).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_only_offloading_hooks_count_as_offload(model):
+    assert not has_offloaded_params(model.linear1)
+    add_hook_to_module(model.linear1, AlignDevicesHook("cpu"))
+    assert not has_offloaded_params(model.linear1)
+    add_hook_to_module(model.linear1, AlignDevicesHook("cpu", offload=True))
+    assert has_offloaded_params(model.linear1)
+    plain = nn.Linear(3, 4)
+    add_hook_to_module(plain, CpuOffload("cpu"))
+    assert not has_offloaded_params(plain)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_module_is_on_a_device_inside_the_context(model, offload):
+    attach_align_device_hook(model, "cpu", offload)
+    with align_module_device(model.linear1):
+        assert model.linear1.weight.device.type == "cpu"
+    with align_module_device(model.linear1, "cpu"):
+        assert model.linear1.weight.device.type == "cpu"
+    assert model.linear1.weight.is_meta == offload
+
+
+def test_changes_inside_the_context_stay_in_host_memory(model):
+    attach_align_device_hook(model, "cpu", True)
+    with align_module_device(model.linear1), torch.no_grad():
+        model.linear1.weight.fill_(3)
+    with align_module_device(model.linear1):
+        assert model.linear1.weight.unique().tolist() == [3]
+
+
+def test_the_state_dict_of_an_offloaded_model_is_complete(model):
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attach_align_device_hook(model, "cpu", True)
+    found = get_state_dict_offloaded_model(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    part = get_state_dict_from_offload(model.linear1, "linear1.weight", {"linear1.weight": "", "linear2.weight": ""})
+    assert torch.equal(part["linear1.weight"], expected["linear1.weight"])
+    assert part["linear2.weight"] == ""
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.float8_e4m3fn])
+def test_layers_are_stored_in_a_small_dtype_and_compute_in_another(model, storage):
+    attach_layerwise_casting_hooks(model, storage, torch.float32, skip_modules_pattern="linear2")
+    assert model(X).dtype == torch.float32
+    assert {name: tensor.dtype for name, tensor in model.named_parameters() if "weight" in name} == {
+        "linear1.weight": storage,
+        "batchnorm.weight": torch.float32,
+        "linear2.weight": torch.float32,
+    }

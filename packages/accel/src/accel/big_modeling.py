@@ -1,0 +1,13 @@
+"""Models larger than memory, under Accelerate's import path."""
+
+from accel_inference import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+from accel_inference import check_device_map as check_device_map
+from accel_inference import cpu_offload as cpu_offload
+from accel_inference import cpu_offload_with_hook as cpu_offload_with_hook
+from accel_inference import disk_offload as disk_offload
+from accel_inference import dispatch_model as dispatch_model
+from accel_inference import infer_auto_device_map as infer_auto_device_map
+from accel_inference import init_empty_weights as init_empty_weights
+from accel_inference import init_on_device as init_on_device
+from accel_inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_inference import load_checkpoint_in_model as load_checkpoint_in_model

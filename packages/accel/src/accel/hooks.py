@@ -1,0 +1,14 @@
+"""Hooks around a module's forward, under Accelerate's import path."""
+
+from accel_inference import AlignDevicesHook as AlignDevicesHook
+from accel_inference import CpuOffload as CpuOffload
+from accel_inference import LayerwiseCastingHook as LayerwiseCastingHook
+from accel_inference import ModelHook as ModelHook
+from accel_inference import SequentialHook as SequentialHook
+from accel_inference import UserCpuOffloadHook as UserCpuOffloadHook
+from accel_inference import add_hook_to_module as add_hook_to_module
+from accel_inference import attach_align_device_hook as attach_align_device_hook
+from accel_inference import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from accel_inference import attach_execution_device_hook as attach_execution_device_hook
+from accel_inference import remove_hook_from_module as remove_hook_from_module
+from accel_inference import remove_hook_from_submodules as remove_hook_from_submodules

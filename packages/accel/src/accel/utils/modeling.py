@@ -1,0 +1,29 @@
+"""Device maps, sizes of modules and checkpoints, under Accelerate's import path."""
+
+from accel_inference import align_module_device as align_module_device
+from accel_inference import calculate_maximum_sizes as calculate_maximum_sizes
+from accel_inference import check_device_map as check_device_map
+from accel_inference import check_device_same as check_device_same
+from accel_inference import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accel_inference import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
+from accel_inference import clean_device_map as clean_device_map
+from accel_inference import compute_module_sizes as compute_module_sizes
+from accel_inference import compute_module_total_buffer_size as compute_module_total_buffer_size
+from accel_inference import convert_file_size_to_int as convert_file_size_to_int
+from accel_inference import dtype_byte_size as dtype_byte_size
+from accel_inference import find_tied_parameters as find_tied_parameters
+from accel_inference import get_balanced_memory as get_balanced_memory
+from accel_inference import get_max_layer_size as get_max_layer_size
+from accel_inference import get_max_memory as get_max_memory
+from accel_inference import get_non_persistent_buffers as get_non_persistent_buffers
+from accel_inference import get_state_dict_from_offload as get_state_dict_from_offload
+from accel_inference import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accel_inference import has_offloaded_params as has_offloaded_params
+from accel_inference import id_tensor_storage as id_tensor_storage
+from accel_inference import infer_auto_device_map as infer_auto_device_map
+from accel_inference import load_checkpoint_in_model as load_checkpoint_in_model
+from accel_inference import load_offloaded_weights as load_offloaded_weights
+from accel_inference import load_state_dict as load_state_dict
+from accel_inference import named_module_tensors as named_module_tensors
+from accel_inference import retie_parameters as retie_parameters
+from accel_inference import set_module_tensor_to_device as set_module_tensor_to_device
