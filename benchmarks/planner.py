@@ -192,8 +192,9 @@ def compared(
     accelerator = Accelerator(
         cpu=cpu, mixed_precision=precision, strategy=build_options(load_backend(candidate.backend), options)
     )
-    source = chosen.build()
-    profile = profile_model(source, batch, loss=loss_of, policy=precision)
+    with accelerator.device:  # a CPU takes long for the values of a large model
+        source = chosen.build()
+    profile = profile_model(source if cpu else chosen.build, batch, loss=loss_of, policy=precision)
     if candidate.wraps_blocks:
         checkpoint_blocks(source)
     stepping = getattr(torch.optim, optimizer)(source.parameters(), lr=0.01)

@@ -35,6 +35,7 @@ FOR_DEEPSPEED = (
     "pydantic",
     "annotated-types",
     "typing-inspection",
+    "typing-extensions",
 )
 DEEPSPEED = "deepspeed==0.19.8"  # only a source distribution is published
 PLATFORMS = ("any", "manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")

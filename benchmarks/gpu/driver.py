@@ -141,7 +141,7 @@ def status_of(lines: Sequence[Mapping[str, Any]], code: int | None, limit: float
 
 def summarised(plan: RunPlan, states: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Everything that was found: the machine, the sections, the goals, the rows."""
-    machine = next((line["facts"] for line in lines if line["kind"] == "machine"), {})
+    machine: Mapping[str, str] = next((line["facts"] for line in lines if line["kind"] == "machine"), {})
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "tiny": plan.tiny,

@@ -53,7 +53,7 @@ def moved(bench: Bench, workload: Workload) -> tuple[torch.Tensor, ...]:
 
 def raw_step(bench: Bench, workload: Workload, case: StepCase, wrap: Callable[[nn.Module], Any] | None = None) -> Step:
     """What a careful person writes by hand; ``wrap`` compiles or converts the model."""
-    built = workload.built().to(bench.device)
+    built = workload.built(bench.device)
     optimizer = optimizer_of(bench, built, case)
     model = built if wrap is None else wrap(built)
     batch = moved(bench, workload)
@@ -84,8 +84,8 @@ def raw_step(bench: Bench, workload: Workload, case: StepCase, wrap: Callable[[n
 
 def wrapped_step(bench: Bench, workload: Workload, case: StepCase, accelerator: Any) -> Step:
     """The loop of the README, for accel and for Accelerate."""
-    model = workload.built()
-    optimizer = optimizer_of(bench, model.to(bench.device) if case.fused else model, case)
+    model = workload.built(bench.device)
+    optimizer = optimizer_of(bench, model, case)
     model, optimizer = accelerator.prepare(model, optimizer)
     batch = moved(bench, workload)
 
@@ -126,7 +126,7 @@ def fabric_step(bench: Bench, workload: Workload, case: StepCase) -> Step:
 
     named = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[case.precision]
     engine = Fabric(accelerator="cuda" if bench.on_cuda else "cpu", devices=1, precision=named)  # type: ignore[arg-type]
-    built = workload.built().to(bench.device)
+    built = workload.built(bench.device)
     model: Any
     optimizer: Any
     model, optimizer = engine.setup(built, optimizer_of(bench, built, case))

@@ -36,17 +36,17 @@ class Times:
 
     def median(self, name: str, clock: str = "wall") -> float:
         """Median seconds of one step."""
-        return statistics.median(getattr(block, clock) for block in self.blocks[name])
+        return float(statistics.median(getattr(block, clock) for block in self.blocks[name]))
 
     def ratio(self, name: str, base: str, clock: str = "wall") -> float:
         """Median over the rounds of ``name``'s time over ``base``'s."""
         pairs = zip(self.blocks[name], self.blocks[base], strict=True)
-        return statistics.median(getattr(a, clock) / max(getattr(b, clock), 1e-12) for a, b in pairs)
+        return float(statistics.median(getattr(a, clock) / max(getattr(b, clock), 1e-12) for a, b in pairs))
 
     def added(self, name: str, base: str, clock: str = "wall") -> float:
         """Median over the rounds of what ``name`` takes longer, in microseconds a step."""
         pairs = zip(self.blocks[name], self.blocks[base], strict=True)
-        return statistics.median(getattr(a, clock) - getattr(b, clock) for a, b in pairs) * 1e6
+        return float(statistics.median(getattr(a, clock) - getattr(b, clock) for a, b in pairs)) * 1e6
 
 
 def block(bench: Bench, step: Step, steps: int) -> StepTime:

@@ -18,11 +18,11 @@ class Section:
 
 
 SECTIONS = (
-    Section("machine", 25, "versions, and what the machine can do: copies, arithmetic, disks"),
+    Section("machine", 20, "versions, and what the machine can do: copies, arithmetic, disks"),
     Section("tests", 75, "tests with the marker gpu", tiny_seconds=150),
     Section("syncs", 30, "waits of the host for the device, by kind of loop, with file and line"),
     Section("steps", 80, "a training step: raw PyTorch, accel, Accelerate, Fabric"),
-    Section("transfer", 35, "copies of batches under the step, and their values"),
+    Section("transfer", 40, "copies of batches under the step, and their values"),
     Section("async_save", 60, "stall and correctness of asynchronous saves"),
     Section("planner", 50, "predicted and measured peak of memory"),
     Section("ranks", 75, "two ranks on one GPU: tests with the marker gpu_ranks"),

@@ -56,6 +56,7 @@ def speed(bench: Bench, label: str, recipe: str, *, compiled: bool) -> None:
     from accel import TorchDynamoPlugin
 
     check_hardware(bench)
+    torch.compiler.reset()
     compiler = bench.pick("inductor", "aot_eager")
     dynamo = TorchDynamoPlugin(backend=compiler, use_regional_compilation=True) if compiled else TorchDynamoPlugin()
     workload = models.stack(bench)

@@ -4,6 +4,7 @@ import os
 import platform
 import tempfile
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def run(bench: Bench) -> None:
     bench.attempt("arithmetic", lambda: arithmetic(bench))
     bench.attempt("fp8 arithmetic", lambda: fp8_arithmetic(bench), cuda="matrix units that compute in 8 bits")
     for place in (tempfile.gettempdir(), "/dev/shm"):
-        bench.attempt(f"disk {place}", lambda place=place: disk(bench, Path(place)))
+        bench.attempt(f"disk {place}", partial(disk, bench, Path(place)))
 
 
 def facts(bench: Bench) -> dict[str, str]:

@@ -35,7 +35,7 @@ def parameters(bench: Bench) -> None:
         "offloaded": accel_step(bench, workload, BF16, **sharded(cpu_offload=True)),
     }
     times = measure(bench, variants, steps=2, rounds=bench.pick(5, 1), seconds=8)
-    size = sum(parameter.nbytes for parameter in workload.built().parameters())
+    size = sum(parameter.nbytes for parameter in workload.built(bench.device).parameters())
     link = 2 * size / pinned_h2d(bench, bench.pick(2**28, 2**18))  # parameters there, gradients back
     bench.row("parameters", "step, resident", times.median("resident") * 1e3, "ms")
     bench.row("parameters", "step, offloaded", times.median("offloaded") * 1e3, "ms")

@@ -17,12 +17,14 @@ def run(bench: Bench) -> None:
 
 def profile(bench: Bench) -> None:
     """Device times of operators, over those of the device's own kernels: 1 if nothing is counted twice."""
+    from torch._C._autograd import DeviceType
+
     from accel import ProfileKwargs
     from accel.observe.profiler import top_operators
 
     accelerator = bench.accelerator()
     workload = models.gpt(bench)
-    model = accelerator.prepare(workload.built())
+    model = accelerator.prepare(workload.built(bench.device))
     batch = moved(bench, workload)
     with accelerator.profile(ProfileKwargs(output_trace_dir=bench.folder / "traces")) as profiler:
         for _ in range(2):
@@ -35,7 +37,7 @@ def profile(bench: Bench) -> None:
         kernels = sum(
             event.device_time_total
             for event in profiler.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
         )
         bench.row("profile", "device time of rows / of kernels", sum(r["device_us"] for r in rows) / kernels, "x")
 
@@ -54,7 +56,7 @@ def device_facts(bench: Bench) -> None:
 def explain(bench: Bench) -> None:
     accelerator = bench.accelerator(mixed_precision="bf16")
     workload = models.mlp(bench)
-    model = workload.built()
+    model = workload.built(bench.device)
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with accelerator.count_communication() as sent:
         accelerator.backward(workload.loss(prepared, moved(bench, workload)))

@@ -1,6 +1,7 @@
 """The loss scale of accel beside ``torch.amp.GradScaler``, with overflows planted at the same steps."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ def same_trace(bench: Bench, label: str, *, fused: bool) -> None:
     from accel import GradScalerKwargs
 
     steps, interval = bench.pick(300, 40), 7
-    options = {"init_scale": 1024.0, "growth_interval": interval}
+    options: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": interval}
     planted = {3, 4, 11, 29, 30, 31, 120, 251}
     accelerator = bench.accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**options)])
     torch.manual_seed(0)

@@ -4,13 +4,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.sections.async_save import training
+from benchmarks.gpu.sections.async_save import roomy, training
 
 
 def run(bench: Bench) -> None:
@@ -21,7 +20,8 @@ def save_and_load(bench: Bench) -> None:
     size = bench.pick(4 * 10**9, 4 * 10**5)
     accelerator, model, optimizer, step = training(bench, size)
     step()
-    folder = (Path("/dev/shm") if Path("/dev/shm").is_dir() else bench.folder) / f"{bench.folder.name}-sync"
+    place, kind = roomy(bench, size)
+    folder = place / f"{bench.folder.name}-sync"
     folder.mkdir()
     file = folder / "raw.pt"
 
@@ -52,15 +52,15 @@ def save_and_load(bench: Bench) -> None:
                     bench.synchronize()
                     times[who][number] = time.perf_counter() - began
             accel, other = sorted(times["accel"])[1], sorted(times["raw"])[1]
-            bench.row("to memory", f"{name}, accel", size / accel / 1e9, "GB/s")
-            bench.row("to memory", f"{name}, torch", size / other / 1e9, "GB/s")
-            bench.row("to memory", f"{name}, accel / torch", accel / other, "x")
+            bench.row(f"to {kind}", f"{name}, accel", size / accel / 1e9, "GB/s")
+            bench.row(f"to {kind}", f"{name}, torch", size / other / 1e9, "GB/s")
+            bench.row(f"to {kind}", f"{name}, accel / torch", accel / other, "x")
         if bench.on_cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             accelerator.load_state(folder / "accel")
             bench.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
-            bench.row("to memory", "device memory that a load adds", peak / 1e9, "GB")
+            bench.row(f"to {kind}", "device memory that a load adds", peak / 1e9, "GB")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
