@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +30,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix=f"accel-gpu-{args.name}-") as folder:
         bench = Bench(args.name, args.out / f"{args.name}.jsonl", device, args.tiny, deadline, Path(folder))
         importlib.import_module(f"benchmarks.gpu.sections.{args.name}").run(bench)
-        bench.note("end")
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        bench.note("end", processor_seconds=round(sum(one.ru_utime + one.ru_stime for one in used), 1))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Runs sections one after the other, each in a process group of its own with a time limit, and collects their lines."""
+"""Runs sections, each in a process group of its own with a time limit, and collects their lines."""
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,11 @@ class RunPlan:
     tiny: bool
     seconds: float
 
+    @property
+    def workers(self) -> int:
+        """Sections that run at the same time: on a device, whose times they would spoil, one."""
+        return 2 if self.device == "cpu" else 1
+
     def limit(self, section: Section) -> float:
         """Seconds of a section, before what is left of the whole is looked at."""
         return section.tiny_seconds if self.tiny else section.seconds
@@ -42,36 +47,43 @@ def run(plan: RunPlan) -> dict[str, Any]:
     states: dict[str, dict[str, Any]] = {}
     lines: list[dict[str, Any]] = []
     summary = summarised(plan, states, lines)
-    for section in plan.sections:
-        limit = min(plan.limit(section), ends - time.monotonic())
-        if limit < _SHORTEST:
-            states[section.name] = {"status": "dropped: no time was left", "seconds": 0.0, "processor_seconds": 0.0}
-        else:
-            began, processor = time.monotonic(), processor_time()
-            code = run_section(plan, section, limit)
-            found = lines_of(plan.out / f"{section.name}.jsonl")
-            lines += found
-            states[section.name] = {
-                "status": status_of(found, code, limit, plan.out, section.name),
-                "seconds": round(time.monotonic() - began, 1),
-                "processor_seconds": round(processor_time() - processor, 1),
-            }
-        state = states[section.name]
-        spent = f"{state['seconds']:6.1f} s  {state['processor_seconds']:6.1f} s of processors"
-        print(f"{section.name:12} {spent}  {state['status']}", flush=True)
-        summary = summarised(plan, states, lines)
-        (plan.out / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    running: set[subprocess.Popen[bytes]] = set()
+    pool = ThreadPoolExecutor(plan.workers)
+    try:
+        finished = pool.map(lambda section: finish(plan, section, ends, running), plan.sections)
+        for section, (state, found) in zip(plan.sections, finished, strict=True):
+            states[section.name], lines = state, lines + found
+            print(f"{section.name:12} {state['seconds']:6.1f} s  {state['status']}", flush=True)
+            summary = summarised(plan, states, lines)
+            (plan.out / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in list(running):
+            end_group(child)
     return summary
 
 
-def processor_time() -> float:
-    """Seconds of processor time that ended child processes have taken."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def finish(
+    plan: RunPlan, section: Section, ends: float, running: "set[subprocess.Popen[bytes]]"
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Runs one section if time is left; returns its state and its lines."""
+    began = time.monotonic()
+    limit = min(plan.limit(section), ends - began)
+    if limit < _SHORTEST:
+        return {"status": "dropped: no time was left", "seconds": 0.0}, []
+    code = run_section(plan, section, limit, running)
+    found = lines_of(plan.out / f"{section.name}.jsonl")
+    status = status_of(found, code, limit, plan.out, section.name)
+    processor = next((line["processor_seconds"] for line in found if line["kind"] == "end"), None)
+    return {
+        "status": status,
+        "seconds": round(time.monotonic() - began, 1),
+        "processor_seconds": processor,
+    }, found
 
 
-def run_section(plan: RunPlan, section: Section, limit: float) -> int | None:
-    """Runs one section; returns its exit status, None where it was killed at its limit."""
+def run_section(plan: RunPlan, section: Section, limit: float, running: "set[subprocess.Popen[bytes]]") -> int | None:
+    """Runs one section, in ``running`` meanwhile; returns its exit status, None where it was killed at its limit."""
     file = plan.out / f"{section.name}.jsonl"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.child", section.name, "--out", str(plan.out.resolve())]
@@ -80,12 +92,14 @@ def run_section(plan: RunPlan, section: Section, limit: float) -> int | None:
         child = subprocess.Popen(
             command, cwd=ROOT, env=environment(plan), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+        running.add(child)
         try:
             return child.wait(limit)
         except subprocess.TimeoutExpired:
             return None
         finally:
             end_group(child)
+            running.discard(child)
 
 
 def end_group(child: "subprocess.Popen[bytes]") -> None:

@@ -76,7 +76,7 @@ def test_a_section_that_hangs_is_ended_and_keeps_its_rows(tmp_path, monkeypatch)
 
     monkeypatch.setattr(subprocess, "Popen", instead)
     began = time.monotonic()
-    assert run_section(plan, Section("s", 1, ""), 4) is None
+    assert run_section(plan, Section("s", 1, ""), 4, set()) is None
     assert time.monotonic() - began < 60
     assert lines_of(tmp_path / "s.jsonl") == [{"kind": "row"}]
     assert not Path("/proc", (tmp_path / "s.pid").read_text()).exists()
