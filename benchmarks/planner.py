@@ -70,7 +70,7 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, length) -> (batch, length, vocabulary)."""
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         result: Tensor = self.head(x)
@@ -160,7 +160,13 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def compared(
-    shape: str, strategy: str, *, world: int, precision: str = "no", optimizer: str = "AdamW"
+    shape: str | Shape,
+    strategy: str,
+    *,
+    world: int,
+    precision: str = "no",
+    optimizer: str = "AdamW",
+    cpu: bool = True,
 ) -> dict[str, Any]:
     """Predicts and measures one strategy; called on every rank, with a group of that many.
 
@@ -173,7 +179,7 @@ def compared(
     from accel_planner.candidate import named
     from accel_state.collectives.objects import all_gather_object
 
-    chosen = SHAPES[shape]
+    chosen = SHAPES[shape] if isinstance(shape, str) else shape
     batch = chosen.batch
     devices, nodes = (2, 2) if world == 4 else (world, 1)
     (candidate,) = [c for c in candidates(devices, nodes) if c.name == strategy] or named(
@@ -184,16 +190,18 @@ def compared(
         options["shard_size"] = devices  # all of them share one machine here, which hybrid would fill
     torch.set_num_threads(1)
     accelerator = Accelerator(
-        cpu=True, mixed_precision=precision, strategy=build_options(load_backend(candidate.backend), options)
+        cpu=cpu, mixed_precision=precision, strategy=build_options(load_backend(candidate.backend), options)
     )
-    source = chosen.build()
-    profile = profile_model(source, batch, loss=loss_of, policy=precision)
+    with accelerator.device:  # a CPU takes long for the values of a large model
+        source = chosen.build()
+    profile = profile_model(source if cpu else chosen.build, batch, loss=loss_of, policy=precision)
     if candidate.wraps_blocks:
         checkpoint_blocks(source)
     stepping = getattr(torch.optim, optimizer)(source.parameters(), lr=0.01)
     facts = optimizer_facts(stepping, profile.parameters)
     plan = plan_memory(profile, facts, Hardware.of_cpu(devices, nodes, 2**34), candidate)
     model, stepping = accelerator.prepare(source, stepping)
+    batch = (batch[0].to(accelerator.device), batch[1].to(accelerator.device))
     run = MeasuredStep(
         model,
         stepping,

@@ -2,10 +2,16 @@
 
 
 def what_is_missing(kind: str, n: int = 2) -> str | None:
-    """Reason why a test marked ``kind`` (gpu, tpu, or multigpu with ``n`` devices) cannot run here; None if it can."""
+    """Reason why a test marked ``kind`` cannot run here; None if it can.
+
+    ``kind`` is gpu, gpu_ranks, tpu, or multigpu with ``n`` devices.
+    """
     if kind == "tpu":
         return _missing_tpu()
     import torch
+
+    if kind == "gpu_ranks" and not torch.cuda.is_available():
+        return f"needs a CUDA device; torch {torch.__version__} sees none"
 
     found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     needed = n if kind == "multigpu" else 1

@@ -19,6 +19,7 @@ _MARKERS = (
     "ranks(n, group=True, timeout=60, backend='gloo', env={}): run the test in n processes with a process group; the "
     "arguments rank and world_size say which one it is",
     "gpu: needs an accelerator (cuda, xpu, ...); skipped without one, see --require",
+    "gpu_ranks: several ranks on one CUDA device, over NCCL or gloo; skipped without one, see --require",
     "multigpu(n=2): needs n accelerators; skipped without them, see --require",
     "tpu: needs a TPU and torch_xla; skipped without them, see --require",
     "fault: kills, stops or corrupts something on purpose; temporary files of processes that were killed are removed",
@@ -35,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="KIND",
-        choices=["gpu", "multigpu", "tpu"],
+        choices=["gpu", "gpu_ranks", "multigpu", "tpu"],
         help="fail, instead of skipping, tests marked KIND when the machine has none (may be repeated)",
     )
     group.addoption(
@@ -133,7 +134,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips, or fails under ``--require``, a test whose device is missing."""
     if item.get_closest_marker("ranks") and type(item) is not pytest.Function:
         pytest.fail(f"@pytest.mark.ranks works on test functions and plain classes, not on a {type(item).__name__}")
-    for kind in ("gpu", "multigpu", "tpu"):
+    for kind in ("gpu", "gpu_ranks", "multigpu", "tpu"):
         if marker := item.get_closest_marker(kind):
             from accel_testing.pytest.hardware import what_is_missing
 

@@ -1,0 +1,60 @@
+"""Tests with the marker ``gpu``; on the CPU the bodies that they share with it."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.bench import Bench
+
+ROOT = Path(__file__).parents[3]
+SHARED = "packages/accel/tests/test_one_gpu.py"
+# What a context on a device leaves in a process (threads, mappings) is no leak of a test.
+OPTIONS = ("-p", "no:cacheprovider", "-o", "accel_leaks=environment groups", "--tb=short")
+FOLDERS = ("packages", "testing", "docs")
+
+
+def files(marker: str) -> list[str]:
+    """The test files that have the marker: those of other tests import libraries that a GPU machine may lack."""
+    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("test_*.py"))]
+    named = re.compile(rf"pytest\.mark\.{marker}\b")
+    return [str(path.relative_to(ROOT)) for path in found if named.search(path.read_text(encoding="utf-8"))]
+
+
+def run(bench: Bench) -> None:
+    chosen = ["-m", "gpu", "--require=gpu", *files("gpu")] if bench.on_cuda else ["-k", "cpu", SHARED]
+    bench.attempt("pytest", lambda: tested(bench, "pytest", chosen))
+
+
+def tested(bench: Bench, label: str, chosen: Sequence[str]) -> None:
+    """Runs pytest until shortly before the deadline; each failure is a row with its error's last line."""
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *chosen]
+    done = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.stdout is not None
+    try:
+        output, _ = done.communicate(timeout=max(bench.left, 1))
+        late = False
+    except subprocess.TimeoutExpired:
+        done.send_signal(signal.SIGINT)  # pytest ends its ranks and says what it has found so far
+        try:
+            output, _ = done.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            done.kill()
+            output, _ = done.communicate()
+        late = True
+    (bench.file.parent / f"{bench.section}-{label}.txt").write_text(output, encoding="utf-8")
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last(output))}
+    for word, number in counts.items():
+        bench.row(label, word, number)
+    if late:
+        raise TimeoutError(f"the tests did not end in time; so far: {last(output)}")
+    failed = re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
+    if failed or done.returncode != 0:
+        raise AssertionError("; ".join(failed)[:1500] or f"pytest ended with {done.returncode}: {last(output)}")
+
+
+def last(output: str) -> str:
+    """The last line that says something."""
+    return next((line for line in reversed(output.splitlines()) if line.strip()), "no output")

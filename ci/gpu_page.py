@@ -1,0 +1,116 @@
+"""Writes the tables of ``docs/gpu.md`` from the newest results in ``benchmarks/results``.
+
+    python ci/gpu_page.py --update                   # after a change of the sections or goals
+    python ci/gpu_page.py --keep DIR/results.json    # keeps the results of a run, and updates the page
+
+Without results every cell of the GPU says "not run".
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu.goals import GOALS  # noqa: E402
+from benchmarks.gpu.sections import BY_NAME as SECTIONS  # noqa: E402
+from benchmarks.gpu.table import number  # noqa: E402
+
+PAGE = ROOT / "docs" / "gpu.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- begin: python ci/gpu_page.py --update -->", "<!-- end -->"
+NOT_RUN = "not run"
+# What is promised, how it is tested on CPUs, and the sections that prove it on a GPU.
+PROOFS = (
+    ("training equals a loop by hand: one device, FSDP2, accumulation, dropout on resumption", "tests", "tests"),
+    ("DDP, FSDP2, collectives, dispatch on two ranks", "tests over gloo", "ranks"),
+    ("no hidden wait for the device in a step", NOT_RUN, "syncs"),
+    ("overhead of a step", "ratios in `benchmarks`", "steps"),
+    ("batches are copied under the step and arrive unchanged", "values only", "transfer"),
+    ("asynchronous saves hold the values of the call", "tests", "async_save"),
+    ("speed of saves and loads", "ratios in `benchmarks`", "sync_save"),
+    ("peak of memory that the planner predicts", "`benchmarks planner`", "planner"),
+    ("compiled models train as in eager", "tests, without CUDA graphs", "compilation"),
+    ("fp8 with torchao", "emulated", "fp8"),
+    ("offload to the host; search for a micro-batch", "tests, without a real shortage", "offload"),
+    ("loss scale equals torch's", "tests", "scaling"),
+    ("profiler, counted communication, device facts", "tests", "profiling"),
+)
+
+
+def newest(folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The results with the latest date at full size on a GPU; None if there are none."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    complete = [one for one in found if not one["tiny"] and one["device"] == "cuda"]
+    return max(complete, key=lambda one: one["date"]) if complete else None
+
+
+def tables(results: Mapping[str, Any] | None) -> str:
+    """Both tables, and the versions that they were measured with."""
+    head = "No results of a GPU are in the repository yet."
+    if results is not None:
+        machine = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+        head = f"Measured on {results['date']} with {machine}."
+    promises = ["| promise | on CPUs | on a GPU | section |", "| --- | --- | --- | --- |"]
+    promises += [f"| {text} | {cpu} | {state_of(results, section)} | `{section}` |" for text, cpu, section in PROOFS]
+    goals = ["| measured on a GPU | goal | result | |", "| --- | --- | --- | --- |"]
+    for goal in GOALS:
+        facts = {} if results is None else results["goals"].get(goal.name, {})
+        verdict = NOT_RUN if results is None else facts.get("verdict", "not measured")
+        goals.append(f"| {goal.text} | {goal.limit} | {number(facts.get('value')) or NOT_RUN} | {verdict} |")
+    return "\n\n".join([head, "\n".join(promises), "\n".join(goals)])
+
+
+def state_of(results: Mapping[str, Any] | None, section: str) -> str:
+    """The status of a section in the results, as a cell."""
+    assert section in SECTIONS, section
+    facts = {} if results is None else results["sections"].get(section, {})
+    return str(facts.get("status", NOT_RUN)).replace("|", "/").splitlines()[0][:160]
+
+
+def written(page: str, results: Mapping[str, Any] | None) -> str:
+    """The page with its tables made anew."""
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}"
+
+
+def keep(file: Path, folder: Path = RESULTS) -> Path:
+    """Copies the results of a full run on a GPU into the repository, by date and device.
+
+    Raises:
+        SystemExit: the results are those of the driver's test of itself.
+    """
+    results = json.loads(file.read_text(encoding="utf-8"))
+    if results["tiny"] or results["device"] != "cuda":
+        sys.exit(f"{file} is of a run with tiny sizes or on the CPU; expected a full run on a GPU")
+    name = results["machine"].get("gpu", "gpu").lower().replace(" ", "-")
+    target = folder / f"{results['date']}-{name}.json"
+    folder.mkdir(exist_ok=True)
+    target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return target
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--update", action="store_true", help="write the page; otherwise it is only compared")
+    options.add_argument("--keep", type=Path, metavar="FILE", help="keep these results, and write the page")
+    args = options.parse_args()
+    if args.keep:
+        print(keep(args.keep))
+    page = PAGE.read_text(encoding="utf-8")
+    expected = written(page, newest())
+    if args.update or args.keep:
+        PAGE.write_text(expected, encoding="utf-8")
+    elif page != expected:
+        print("docs/gpu.md is not that of the newest results; run: python ci/gpu_page.py --update")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

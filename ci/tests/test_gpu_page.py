@@ -1,0 +1,71 @@
+"""The page about GPUs shows the newest results that are kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.goals import judged
+from benchmarks.gpu.sections import BY_NAME
+from ci.gpu_page import PAGE, PROOFS, keep, newest, tables, written
+
+ROW = {"kind": "row", "section": "steps", "case": "llama", "metric": "x", "value": 1.002, "unit": "x"}
+
+
+def results(date: str, **other: object) -> dict[str, object]:
+    found = {
+        "date": date,
+        "tiny": False,
+        "device": "cuda",
+        "machine": {"gpu": "NVIDIA H200", "torch": "2.11.0"},
+        "sections": {"steps": {"status": "ok", "seconds": 70}, "fp8": {"status": "failed: a|b", "seconds": 3}},
+        "goals": judged([ROW | {"goal": "step_ratio"}]),
+        "lines": [],
+    }
+    return found | other
+
+
+def test_the_page_is_that_of_the_newest_results() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page, newest()), "run: python ci/gpu_page.py --update"
+
+
+def test_every_section_that_measures_proves_something() -> None:
+    assert {section for _, _, section in PROOFS} == {*BY_NAME} - {"machine"}
+
+
+def test_without_results_nothing_is_proven_on_a_gpu() -> None:
+    rows = [line for line in tables(None).splitlines() if line.startswith("|") and "---" not in line]
+    assert all("not run" in line or "goal" in line or "promise" in line for line in rows)
+
+
+def test_results_are_shown_with_date_and_versions() -> None:
+    text = tables(results("2026-12-01"))
+    assert "Measured on 2026-12-01 with gpu NVIDIA H200, torch 2.11.0." in text
+    assert "| overhead of a step | ratios in `benchmarks` | ok | `steps` |" in text
+    assert "| fp8 with torchao | emulated | failed: a/b | `fp8` |" in text
+    assert "| step of a 1.1B Llama over the same step in raw PyTorch | <= 1.005 | 1 | reached |" in text
+
+
+def test_the_newest_full_run_on_a_gpu_counts(tmp_path: Path) -> None:
+    for number, one in enumerate(
+        [
+            results("2026-12-01"),
+            results("2026-12-03"),
+            results("2026-12-04", tiny=True),
+            results("2026-12-05", device="cpu"),
+        ]
+    ):
+        (tmp_path / f"{number}.json").write_text(json.dumps(one))
+    found = newest(tmp_path)
+    assert found is not None
+    assert found["date"] == "2026-12-03"
+    assert newest(tmp_path / "nowhere") is None
+
+
+def test_a_full_run_is_kept_under_its_date_and_device(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(results("2026-12-01")))
+    assert keep(tmp_path / "results.json", tmp_path / "kept").name == "2026-12-01-nvidia-h200.json"
+    (tmp_path / "results.json").write_text(json.dumps(results("2026-12-01", tiny=True)))
+    with pytest.raises(SystemExit, match="tiny"):
+        keep(tmp_path / "results.json", tmp_path / "kept")
