@@ -233,21 +233,26 @@ def summed_shards() -> AbstractContextManager[None]:
     from accel_backends import FSDPBackend
 
     def make(original: Any) -> Any:
-        def prepare(self: Any, model: nn.Module) -> nn.Module:
+        def wrap(self: Any, model: nn.Module) -> nn.Module:
             sharded = original(self, model)
             sharded.set_gradient_divide_factor(1.0)
             return sharded
 
-        return prepare
+        return wrap
 
-    return replaced(FSDPBackend, "prepare_model", make)
+    return replaced(FSDPBackend, "wrap", make)
 
 
-def stale_shards() -> AbstractContextManager[None]:
+@contextmanager
+def stale_shards() -> Iterator[None]:
     """Parameters that were gathered once are computed with again, whatever the optimizer has done since."""
-    from accel_backends import FSDPBackend
+    from accel_backends.fsdp import backend, shard
 
-    return replaced(FSDPBackend, "_reshard", lambda original: lambda self, root, sharded: None)
+    with (
+        replaced(backend, "reshard", lambda original: lambda root, sharded: None),
+        replaced(shard, "reshard", lambda original: lambda root, sharded: None),
+    ):
+        yield
 
 
 def same_samples_everywhere() -> AbstractContextManager[None]:

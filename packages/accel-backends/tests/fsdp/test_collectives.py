@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_backends import Backend, Bundle, FSDP1Backend, FSDPBackend, FSDPConfig
+from accel_backends import Backend, Bundle, FSDP1Backend, FSDPBackend, FSDPConfig, Run
 from accel_precision import PrecisionPolicy
 from accel_state import CollectiveError, Session
 from accel_testing.equivalence.models import make_model
@@ -17,9 +17,8 @@ VERSIONS = {2: FSDPBackend, 1: FSDP1Backend}
 
 def prepared(version: int, **options: Any) -> tuple[Backend, nn.Module]:
     session = Session.open(cpu=True)
-    backend = VERSIONS[version](
-        session, PrecisionPolicy.parse("no", device_type="cpu"), FSDPConfig(fsdp_version=version, **options)
-    )
+    run = Run(session, PrecisionPolicy.parse("no", device_type="cpu"))
+    backend = VERSIONS[version](run, FSDPConfig(fsdp_version=version, **options))
     model = make_model("transformer", dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return backend, backend.prepare(Bundle([model], [optimizer])).models[0]

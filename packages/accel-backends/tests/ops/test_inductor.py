@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from accel_backends import Backend, Bundle, DDPBackend, FSDPBackend, Run, TorchDynamoPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
+from accel_state.environment import patch_environment
 from accel_testing.equivalence.models import make_model
 
 STEPS = 3
@@ -26,7 +28,11 @@ def compiling() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     try:
-        with torch._inductor.config.patch(compile_threads=1):
+        with (
+            TemporaryDirectory() as folder,
+            patch_environment(TORCHINDUCTOR_CACHE_DIR=folder),
+            torch._inductor.config.patch(compile_threads=1),
+        ):
             yield
     finally:
         torch._dynamo.reset()

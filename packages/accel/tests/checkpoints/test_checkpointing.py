@@ -643,7 +643,7 @@ def test_a_failed_asynchronous_save_is_raised_by_the_next(tmp_path: Path, monkey
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(accel_ckpt.saving.transaction.Attempt, "finish", _fails)
+        patch.setattr(accel_ckpt.saving.transaction.SaveTransaction, "finish", _fails)
         accelerator.save_state(tmp_path / "a", asynchronous=True)
         with pytest.raises(CheckpointError, match="disk on fire"):
             accelerator.last_save.wait()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_backends.fsdp.shard import ShardedModels, rest
-from accel_backends.fsdp.unreduced_gradients import set_unreduced_gradients, unreduced_gradients
+from accel_backends.fsdp.unreduced_gradients import drop_gradients, set_unreduced_gradients, unreduced_gradients
 from accel_backends.roles.gradients import ReplicatedGradients
 
 if TYPE_CHECKING:
@@ -31,3 +31,8 @@ class DTensorGradients(ReplicatedGradients):
         """Reduces the given gradients at once; later backwards of the accumulation window add to the result."""
         rest(self._sharded, [model])
         set_unreduced_gradients(model, gradients, group=self.run.session.group)
+
+    def drop(self, model: nn.Module) -> None:
+        """Drops gradients, those that torch has not reduced yet included."""
+        rest(self._sharded, [model])
+        drop_gradients(model)

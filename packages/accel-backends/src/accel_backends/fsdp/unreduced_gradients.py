@@ -38,21 +38,28 @@ def set_unreduced_gradients(model: nn.Module, gradients: Mapping[str, torch.Tens
     Collective: every rank of the group must call this.
     """
     brought = brought_by_any(gradients, group)
-    for entry, _ in _unreduced(model):
-        entry.unsharded_accumulated_grad = None
-        if (whole := getattr(entry, "_unsharded_param", None)) is not None:
-            whole.grad = None
+    drop_gradients(model)
     for name, parameter in named_parameters(model).items():
         mine = gradients.get(name)
         if name not in brought:
-            parameter.grad = None
-        elif not is_dtensor(parameter):
+            continue
+        if not is_dtensor(parameter):
             parameter.grad = None if mine is None else mine.to(parameter.device, parameter.dtype)
         else:
             empty = torch.zeros(
                 parameter.shape, dtype=parameter.dtype, device=cast(Any, parameter).device_mesh.device_type
             )
             parameter.grad = sharded_like(averaged(mine, empty, group), parameter)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Drops all gradients, those that torch has not reduced yet included."""
+    for entry, _ in _unreduced(model):
+        entry.unsharded_accumulated_grad = None
+        if (whole := getattr(entry, "_unsharded_param", None)) is not None:
+            whole.grad = None
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def brought_by_any(gradients: Mapping[str, torch.Tensor], group: Any = None) -> set[str]:

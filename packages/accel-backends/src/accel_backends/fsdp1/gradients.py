@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_backends.fsdp.mesh import ShardingMesh
-from accel_backends.fsdp1.unreduced_gradients import set_unreduced_gradients, unreduced_gradients
+from accel_backends.fsdp1.unreduced_gradients import drop_gradients, set_unreduced_gradients, unreduced_gradients
 from accel_backends.fsdp1.wrap import find_fsdp1
 from accel_backends.ops.clip import Pieces
 from accel_backends.roles.gradients import ReplicatedGradients
@@ -53,6 +53,14 @@ class FlatGradients(ReplicatedGradients):
                 "fsdp_version=1; nearest: fsdp_version=2, or cpu_offload=False"
             )
         set_unreduced_gradients(wrapped, gradients, group=self.run.session.group)
+
+    def drop(self, model: nn.Module) -> None:
+        """Drops gradients, those of flat parameters included."""
+        wrapped = find_fsdp1(model)
+        if wrapped is None:
+            super().drop(model)
+        else:
+            drop_gradients(wrapped)
 
     @property
     def _offloads(self) -> bool:

@@ -58,7 +58,7 @@ def set_unreduced_gradients(
         BackendError: the user has wrapped the model with ``use_orig_params=False``.
     """
     brought = brought_by_any(gradients, group)
-    _drop(model)
+    drop_gradients(model)
     for handle, names in _units(model) if brought else ():
         flat = handle.flat_param
         pieces = flat._shard_param_infos
@@ -72,7 +72,7 @@ def set_unreduced_gradients(
                 parameter.grad = total.flatten()[first : last + 1].view(parameter.shape)
 
 
-def _drop(model: "FullyShardedDataParallel") -> None:
+def drop_gradients(model: "FullyShardedDataParallel") -> None:
     """Drops all gradients, also of flat parameters that the optimizer sees themselves."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -149,6 +149,11 @@ class ReplicatedGradients:
             held = gradients.get(name)
             parameter.grad = None if held is None else held.to(parameter.device, parameter.dtype)
 
+    def drop(self, model: nn.Module) -> None:
+        """Drops this rank's gradients, reduced or not. Default: ``grad`` of the parameters."""
+        for parameter in model.parameters():
+            parameter.grad = None
+
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns copies of the next step's gradients as full tensors, by FQN, without the backend's own loss scale.
 

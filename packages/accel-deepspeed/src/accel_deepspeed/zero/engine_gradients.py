@@ -168,6 +168,12 @@ class ZeroGradients(ReplicatedGradients):
         if brought:
             prepared.gradients.hold(named_parameters(prepared.engine), gradients, brought)
 
+    def drop(self, model: nn.Module) -> None:
+        """Starts an accumulation window without gradients."""
+        prepared = self._engines.find(model)
+        if prepared is not None and prepared.gradients is not None:
+            prepared.gradients.discard()
+
     def watch(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
         """Calls ``keep`` with this rank's gradient shards, reduced and unclipped, before each step of the engine."""
         gradients = self._engines.of_optimizer(optimizer).gradients

@@ -38,9 +38,9 @@ def refuse(held: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
 
 
 def drop(backend: "Backend", models: Sequence[nn.Module]) -> None:
-    """Drops this run's own unreduced gradients. Collective: every rank of the group must call this."""
+    """Drops the gradients that this run has accumulated itself."""
     for model in models:
-        backend.gradients.set_unreduced(model, {})
+        backend.gradients.drop(model)
 
 
 def restore(
