@@ -181,6 +181,7 @@ def _restored_process() -> Iterator[None]:
 
     environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
     dtype, determinism = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    device = torch.get_default_device()
     torch.manual_seed(0)
     random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -194,7 +195,8 @@ def _restored_process() -> Iterator[None]:
         os.chdir(folder)
         sys.path[:] = path
         torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
+        if torch.get_default_device() != device:  # in torch 2.9 a default of None breaks get_default_device
+            torch.set_default_device(None)
         if torch.are_deterministic_algorithms_enabled() != determinism:  # the import that this needs takes a second
             torch.use_deterministic_algorithms(determinism)
         torch.set_grad_enabled(True)
