@@ -25,7 +25,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "accel_backends": (5, 25),
     "accel_ckpt": (6, 23),
     "accel_data": (8, 51),
-    "accel_deepspeed": (5, 24),
+    "accel_deepspeed": (4, 24),
     "accel_inference": (5, 10),
     "accel_launch": (3, 4),
     "accel_observe": (2, 2),

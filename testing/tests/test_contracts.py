@@ -14,9 +14,6 @@ from accel_testing.contracts import CASES, LAYOUTS, Case, check_case
 from accel_testing.equivalence.layouts import Layout
 from accel_testing.ranks.pool import RankPool
 
-# Since DeepSpeed's public names are used, its stage 0 refuses these, with errors that name neither model nor parameter.
-REFUSED_LATE = {("two models, one frozen for a loss, prepared apart", "ds0:2"), ("gradient penalty", "ds0:2")}
-
 
 def layouts_of(case: Case) -> list[str]:
     """Those that the case is for, in an order of its own."""
@@ -38,8 +35,6 @@ def cells() -> Iterator[Any]:
             marks = [] if layout in sample else [pytest.mark.slow]
             if layout.startswith("ds"):
                 marks.append(pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"))
-            if (case.name, layout.partition("/")[0]) in REFUSED_LATE:
-                marks.append(pytest.mark.xfail(reason="refused by an error that names no parameter", strict=True))
             yield pytest.param(case, layout, id=f"{case.name}-{layout.partition('/')[0]}", marks=marks)
 
 

@@ -1,6 +1,5 @@
 """An engine behind the ordinary loop: what its steps add up to, what it refuses, and several of them at once."""
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -233,10 +232,6 @@ def test_a_loss_goes_through_two_engines(rank: int, world_size: int, stage: int)
         steps = [momentum(ours), momentum(theirs)]
         for step in range(2):
             x = [torch.randn(4, 5, generator=torch.Generator().manual_seed(9 * step + r)) for r in range(2)]
-            if stage == 0:
-                with pytest.raises(BackendError, match=r"2 engines of stage 0.*zero_stage=1"):
-                    backend.backward(top(engine(x[rank])).pow(2).mean())
-                return
             backend.backward(top(engine(x[rank])).pow(2).mean())
             backend.backward(top(engine(x[rank]).detach()).abs().mean())
             for one in (optimizer, above):
@@ -357,23 +352,15 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_checkpointing_that_loses_gradients_trains_nothing_and_says_so(rank: int, world_size: int, stage: int) -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    with opened(zero_stage=stage, activation_checkpointing={"partition_activations": False}) as backend:
-        model = nn.ModuleDict({"lost": Checkpointed(first=False), "kept": Checkpointed(first=True)})
-        model.forward = lambda x: model["lost"](x) + model["kept"](x)  # type: ignore[method-assign]
-        before = model["lost"].middle.weight.detach().clone()
-        engine, optimizer, _ = prepared(backend, model, momentum(model))
-        logging.getLogger("accel_deepspeed").addHandler(handler)
+def test_checkpointing_that_would_lose_gradients_is_refused(rank: int, world_size: int) -> None:
+    with opened(zero_stage=1, activation_checkpointing={"partition_activations": False}) as backend:
+        lost, kept = Checkpointed(first=False), Checkpointed(first=True)
+        engine, _, _ = prepared(backend, lost, momentum(lost))
+        with pytest.raises(BackendError, match="none of which requires gradients"):
+            engine(torch.randn(2, 5))
+        engine, optimizer, _ = prepared(backend, kept, momentum(kept))
         backend.backward(engine(torch.randn(2, 5)).mean())
         assert backend.step(optimizer)
-        logging.getLogger("accel_deepspeed").removeHandler(handler)
-        state = backend.states.full_model(engine, main_only=False)
-        assert torch.equal(state["lost.middle.weight"], before)
-        assert rank or any("no rank has a gradient of lost.middle.weight" in one for one in said)
 
 
 @pytest.mark.ranks(2)

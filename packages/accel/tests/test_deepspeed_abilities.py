@@ -203,10 +203,6 @@ def test_gradients_travel_in_the_type_that_is_asked_for(rank_pool: RankPool, sta
     ("options", "words"),
     [
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "nearest: zero_hpz_partition_size"),
-        (
-            {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "disk"},
-            "nearest: offload_param_device='cpu'",
-        ),
     ],
 )
 def test_what_deepspeed_cannot_do_here_is_refused(rank: int, options: dict[str, Any], words: str) -> None:
@@ -271,7 +267,7 @@ def built(operation: str) -> bool:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("param", "precision", "bound", "shared"),
-    [("none", "no", 1e-5, 1), ("none", "no", 1e-5, 2), ("nvme", "bf16", 1e-2, 1)],
+    [("none", "no", 1e-5, 1), ("nvme", "no", 1e-5, 1), ("nvme", "bf16", 1e-2, 1), ("nvme", "no", 1e-5, 2)],
 )
 def test_states_on_a_disk_train_as_in_one_process(
     rank: int, tmp_path: Path, param: str, precision: str, bound: float, shared: int

@@ -189,7 +189,7 @@ class DeepSpeedBackend(ModuleBackend):
         prepared.edits.carry()
         if gradients.filled:
             return gradients.step()
-        gradients.check()
+        gradients.check_empty()
         return True
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:

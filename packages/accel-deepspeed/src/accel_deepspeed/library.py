@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from inspect import getclosurevars
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from accel_deepspeed.private import check, forget_groups, forget_parameters, module_counter, skip_comparison
-from accel_deepspeed.private import share_weights as share_weights
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -25,6 +24,7 @@ EXTRA = "accel-backends[deepspeed]"
 # Inference op that DeepSpeed otherwise compiles whenever it opens its communication on CPUs.
 _SHM = "deepspeed_shm_comm"
 _STALE_AFTER = 600.0
+_COMPARES = "assert_ints_same_as_other_ranks"
 # Environment variables that DeepSpeed sets when it is imported.
 _SETS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _DEVICES = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu")
@@ -59,7 +59,6 @@ def library(device_type: str = "") -> ModuleType:
             get_accelerator()
     except Exception as error:
         raise BackendError(f"deepspeed is installed and cannot be imported: {error}") from error
-    check()
     module: ModuleType = deepspeed
     return module
 
@@ -115,11 +114,28 @@ def open_communication(session: "Session", user: object) -> None:
             )
         state.cdb.accel_world = world
         state.cdb.accel_users = WeakSet()
-        # DeepSpeed reads the local rank of a stage 3 engine in its first steps; only some launchers set the variable.
-        state.cdb.accel_undo = ExitStack()
-        state.cdb.accel_undo.enter_context(local_rank(session))
-        state.cdb.accel_undo.callback(skip_comparison())
+        state.cdb.accel_undo = _with_local_rank(session)
     state.cdb.accel_users.add(user)
+
+
+def _with_local_rank(session: "Session") -> ExitStack:
+    """Sets LOCAL_RANK while stage 3 compares its first forwards between ranks.
+
+    Only some launchers set the variable. Closing the result undoes all changes.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+    from deepspeed.runtime.zero import utils
+
+    undo = ExitStack()
+    for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"):
+        compare = getattr(utils, name)
+        undo.callback(setattr, utils, name, compare)
+        setattr(utils, name, local_rank(session)(compare))
+    # DeepSpeed compares the modules of a forward only on ranks whose modules changed since the last one: they would
+    # wait for the other ranks, and rank 0 would continue without an error. ``zero.gather_order`` compares on all ranks.
+    undo.callback(setattr, coordinator, _COMPARES, getattr(coordinator, _COMPARES))
+    setattr(coordinator, _COMPARES, lambda numbers: None)
+    return undo
 
 
 def close_communication(user: object) -> None:
@@ -141,44 +157,27 @@ def forget_module(module: object) -> None:
     release.
     """
     stage3 = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-    if stage3 is not None:
-        stage3.FWD_MODULE_STACK[:] = [one for one in stage3.FWD_MODULE_STACK if one is not module]
-        forget_parameters()
+    if stage3 is None:
+        return
+    stage3.FWD_MODULE_STACK[:] = [one for one in stage3.FWD_MODULE_STACK if one is not module]
+    releasing = stage3.PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    getclosurevars(releasing).nonlocals["func"].cache_clear()
 
 
 def _forget_communication() -> None:
     """Drops the process group, the groups that DeepSpeed derived from it, and stage 3's patches of torch."""
     from deepspeed.comm import comm as state
     from deepspeed.runtime.zero import partition_parameters as stage3
+    from deepspeed.utils import groups
     from torch.nn import functional
 
-    forget_groups()
+    groups._release_process_group_references(None)
     getattr(state.cdb, "accel_undo", ExitStack()).close()
     state.cdb = None
     # Otherwise ranks with and without an earlier stage 3 engine would have different graphs, and other reduction
     # orders.
     if functional.linear is stage3.zero3_linear_wrap:
         functional.linear = stage3.InsertPostInitMethodToModuleSubClasses.linear_bk
-
-
-def count_alike(session: "Session") -> None:
-    """Synchronises DeepSpeed's counters of modules and parameters over ranks.
-
-    Collective: every rank of the group must call this.
-
-    Stage 3 numbers modules and parameters over all engines of a process and compares the numbers between ranks; they
-    differ if one rank had an engine of its own before.
-    """
-    if session.world_size == 1:
-        return
-    import torch
-    import torch.distributed as dist
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    modules = module_counter()
-    most = torch.tensor([modules[0], Init.param_id], device=session.device.torch)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=session.group)
-    modules[0], Init.param_id = most.tolist()
 
 
 @contextmanager

@@ -17,15 +17,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "ddp": {"strategy": "ddp"},
 }
-NAMELESS = pytest.mark.xfail(
-    reason="since DeepSpeed's public names are used, stage 3 shows the meter no gradients", strict=True
-)
 WIDTH, STEPS, EVERY = 7, 21, 3
-
-
-def marks(run: str) -> list[pytest.MarkDecorator]:
-    """Marks of a run: those with DeepSpeed need it, and stage 3 is known to name no parameter."""
-    return [*([DEEPSPEED] if "zero" in run else []), *([NAMELESS] if run == "zero 3" else [])]
 
 
 class TwoWays(nn.Module):
@@ -45,7 +37,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run)) for run in RUNS])
+@pytest.mark.parametrize("run", [pytest.param(run, marks=DEEPSPEED if "zero" in run else ()) for run in RUNS])
 @pytest.mark.parametrize("kind", ["spike", "nonfinite"])
 @pytest.mark.parametrize("whose", [0, 1])
 def test_a_bad_loss_names_the_parameter_whichever_rank_holds_it(rank: int, run: str, kind: str, whose: int) -> None:

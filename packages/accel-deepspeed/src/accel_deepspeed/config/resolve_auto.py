@@ -67,12 +67,6 @@ def check_abilities(config: Mapping[str, Any], run: RunFacts) -> None:
             f"{ZERO}.{packing[0]}: DeepSpeed packs numbers on GPUs only; nearest: zero_hpz_partition_size, the part of "
             "ZeRO++ that does without"
         )
-    wide = run.policy.compute is None or run.policy.compute.itemsize > 2
-    if run.device_type == "cpu" and wide and find(config, f"{ZERO}.offload_param.device") == "nvme":
-        raise ConfigError(
-            "offload_param_device='nvme' in fp32: DeepSpeed keeps parameters on the disk in bf16 where the device does "
-            "not compute in fp16; nearest: offload_param_device='cpu', or mixed_precision='bf16'"
-        )
     if run.share_layers > 1:
         _check_shared_layers(config, run)
 

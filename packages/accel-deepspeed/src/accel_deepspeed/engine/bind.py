@@ -19,15 +19,15 @@ from accel_deepspeed.config.ds_json import ZERO, find
 from accel_deepspeed.config.dummies import DummyOptim, DummyScheduler
 from accel_deepspeed.config.plugin import DeepSpeedConfig
 from accel_deepspeed.config.resolve_auto import RunFacts, settle
-from accel_deepspeed.engine.activation_checkpointing import configure_checkpointing
+from accel_deepspeed.engine.activation_checkpointing import guard_checkpointing
 from accel_deepspeed.engine.engine import (
     Prepared,
     forget_first_step,
     keep_values,
-    refuse_steps,
     start_engine,
     take_engine,
 )
+from accel_deepspeed.engine.foreign_steps import GivenSteps
 from accel_deepspeed.engine.moe import check_experts, expert_groups, mark_leaf_modules
 from accel_deepspeed.engine.optimizers import (
     check_full,
@@ -146,7 +146,7 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
     config, origins = settle(options.deepspeed_config, _run_of(owner, bundle, parameters))
     for key, origin in origins.items():
         options.origins[key] = origin
-    configure_checkpointing(config)
+    guard_checkpointing(innermost(model), config)
     mark_leaf_modules(innermost(model), options.transformer_moe_cls_names)
     values = _fp32_values(config, parameters)
     started: dict[str, dict[str, Any]] = {}
@@ -169,7 +169,7 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
     prepared.handles += handles
     if prepared.optimizer is not None:
         stepped = [one for one in (given, prepared.optimizer) if one is not None and not isinstance(one, DummyOptim)]
-        refuse_steps(prepared, stepped)
+        prepared.handles.append(GivenSteps(engine, stepped))
     prepared.first = _first_gradients(owner, prepared)
     prepared.saves_16bit = bool(options.zero3_save_16bit_model)
     if prepared.parts is not None:

@@ -1,6 +1,7 @@
 """Construction of engines, and the record of each."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -10,18 +11,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.fqn import WRAPS, named_parameters
-from accel_deepspeed.library import count_alike, forget_module, library, local_rank, share_weights
+from accel_deepspeed.checkpoint.state_dicts import put_full
+from accel_deepspeed.library import forget_module, library, local_rank
 from accel_deepspeed.tensor_parallel.replicated_gradients import FirstGradients
 from accel_deepspeed.tensor_parallel.shards import shape_of
-from accel_deepspeed.zero.full_tensors import put_full
 from accel_deepspeed.zero.gradients import Gradients, gradients_of
-from accel_deepspeed.zero.left_out import LeftOut
-from accel_deepspeed.zero.parameter_edits import Edits, refuse_loading
+from accel_deepspeed.zero.missing_gradients import LeftOut
+from accel_deepspeed.zero.parameter_edits import Edits, hook_loading
 from accel_deepspeed.zero.partitions import OwnParts, Partitions, parts_of
 from accel_precision.policy import PrecisionPolicy
 from accel_state.errors import BackendError, PrepareError
 from accel_state.pytree.operations import map_leaves
-from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from accel_state.session import Session
@@ -104,7 +104,7 @@ def start_engine(
     count_alike(session)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with local_rank(session):
+        with local_rank(session), _as_given():
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -122,21 +122,65 @@ def start_engine(
     return engine
 
 
+@contextmanager
+def _as_given() -> Iterator[None]:
+    """Context in which stage 3 partitions parameters in their own dtype.
+
+    DeepSpeed 0.19.8 otherwise uses bf16 on devices that do not compute in fp16, and rounds parameters that it writes to
+    disk.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
+
+    there = Owner._set_dtype
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        if dtype is None:
+            there(self, ds_config, dtype)
+        else:
+            self.dtype = dtype
+
+    Owner._set_dtype = set_dtype
+    try:
+        yield
+    finally:
+        Owner._set_dtype = there
+
+
+def count_alike(session: "Session") -> None:
+    """Synchronises DeepSpeed's counters of modules and parameters over ranks.
+
+    Collective: every rank of the group must call this.
+
+    Stage 3 numbers modules and parameters over all engines of a process and compares the numbers between ranks; they
+    differ if one rank had an engine of its own before. The module counter is a default argument of the method that
+    numbers modules.
+    """
+    if session.world_size == 1:
+        return
+    import torch.distributed as dist
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    modules = defaults[0] if defaults and isinstance(defaults[0], list) else [0]
+    most = torch.tensor([modules[0], Init.param_id], device=session.device.torch)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=session.group)
+    modules[0], Init.param_id = most.tolist()
+
+
 def take_engine(
     engine: Any, groups: tuple[tuple[str, ...], ...], policy: PrecisionPolicy, clip: tuple[float, str]
 ) -> Prepared:
     """Creates the ``Prepared`` of a new engine, with its hooks."""
     trains = engine.basic_optimizer is not None
-    if hasattr(engine.optimizer, "single_partition_of_fp32_groups"):
-        share_weights(engine.optimizer)
+    gradients = gradients_of(engine) if trains else None
     parts = parts_of(engine) if trains else None
-    gradients = gradients_of(engine, parts) if trains else None
     if gradients is not None:
         engine.lr_scheduler = None  # the user's loop steps schedulers
         if parts is not None and not isinstance(parts, OwnParts):
             gradients.left_out = LeftOut(engine.basic_optimizer, parts)
     prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip, Edits(engine, parts))
-    prepared.handles += [prepared.edits, *_dtype_hooks(engine, policy), *refuse_loading(engine)]
+    prepared.handles += [prepared.edits, *_dtype_hooks(engine, policy), *hook_loading(engine)]
     if trains:
         prepared.handles.append(engine.register_forward_hook(_Remember(prepared)))
     return prepared
@@ -188,64 +232,44 @@ def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: b
     """Runs one backward through all engines that a loss depends on.
 
     Raises:
-        BackendError: several engines with fp16 loss scales, which differ, or of stage 0; or a graph that stage 3 cannot
-            retain.
+        BackendError: several engines with fp16 loss scales, which differ.
     """
-    whole = [one for one in engines if not one.engine.zero_optimization()]
-    if len(engines) > 1 and any(one.engine.fp16_enabled() for one in engines):
+    first, *others = engines
+    assert first.gradients is not None
+    if not others:
+        scaled = first.gradients.scaled(loss)
+        first.gradients.backward(lambda: first.engine.backward(scaled, retain_graph, False))
+        first.compare_first()
+        return
+    if any(one.engine.fp16_enabled() for one in engines):
         raise BackendError(
             f"a loss that goes through {len(engines)} engines in fp16, each with a loss scale of its own; nearest: "
             "mixed_precision='bf16'"
         )
-    if len(whole) > 1:
-        raise BackendError(
-            f"a loss that goes through {len(whole)} engines of stage 0, of which DeepSpeed runs the backward of one; "
-            "nearest: zero_stage=1, or strategy='ddp'"
-        )
-    if retain_graph and any(one.engine.zero_optimization_partition_weights() for one in engines):
-        raise BackendError(
-            "retain_graph through a DeepSpeed engine of ZeRO stage 3, which frees the gathered parameters in the first "
-            "backward; add the losses and call backward once, or use zero_stage=2"
-        )
-    first = (whole or engines)[0]
-    gradients = [one.gradients for one in engines if one.gradients is not None]
-    assert first.gradients is not None
-    for one in gradients:
-        one.begin()
-    # The other engines run their parts of a backward in hooks on their outputs.
-    reducing = next((one.arrivals for one in gradients if one.arrivals is not None), None)
-    run = _backward if reducing is None else _reducing_backward
-    run(first.engine, "" if reducing is None else reducing.modules, first.gradients.scaled(loss), retain_graph)
-    for one in gradients:
-        one.end()
-    for prepared in engines:
-        prepared.compare_first()
+    _through(others, lambda: run_backward([first], loss, retain_graph=retain_graph))
 
 
-def _backward(engine: Any, modules: str, loss: torch.Tensor, retain_graph: bool) -> None:
-    engine.backward(loss, retain_graph, False)
+def _through(others: list[Prepared], run: Callable[[], None]) -> None:
+    """Runs the first engine's backward within the backward bookkeeping of each other engine."""
+    if not others:
+        run()
+        return
+    one, *rest = others
+    assert one.gradients is not None
+    engine = one.engine
 
+    def inside() -> None:
+        engine._running_engine_backward_count += 1
+        engine._running_engine_backward = True
+        try:
+            _through(rest, run)
+            engine._backward_epilogue()
+        finally:
+            engine._running_engine_backward_count -= 1
+            engine._running_engine_backward = engine._running_engine_backward_count > 0
 
-# At stages 2 and 3 a backward waits for other ranks, which have to compute the same modules.
-_reducing_backward = recorded("backward", lambda engine, modules, *call: modules)(_backward)
-
-
-def refuse_steps(prepared: Prepared, optimizers: Iterable[Optimizer]) -> None:
-    """Makes ``step`` of these optimizers raise BackendError, except within a step of the engine.
-
-    Any other step would have no gradients, or those of one rank, and its updates would not reach the other ranks.
-    """
-
-    def look(optimizer: Optimizer, *_: object) -> None:
-        if prepared.gradients is None or not prepared.gradients.stepping:
-            raise BackendError(
-                f"step() of the {type(optimizer).__name__} that was given to prepare, which is inside of a DeepSpeed "
-                "engine since then and has no gradients of its own; step the optimizer that prepare returned: "
-                "model, optimizer = accelerator.prepare(model, optimizer)"
-            )
-
-    alone = {id(one): one for one in optimizers}.values()
-    prepared.handles += [one.register_step_pre_hook(look) for one in alone]
+    one.gradients.backward(inside)
+    one.compare_first()
 
 
 @final

@@ -44,16 +44,19 @@ def check_experts_are_alike(model: nn.Module) -> None:
     Raises:
         BackendError: with the nearest alternative.
     """
-    if not any(getattr(p, "allreduce", True) is False for p in model.parameters()):
+    experts = [p for p in model.parameters() if getattr(p, "allreduce", True) is False]
+    names = dict.fromkeys(getattr(p, "group_name", None) for p in experts)
+    if not names:
         return
-    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups
 
-    for module in model.modules():
-        if isinstance(module, MoE) and module.ep_size > 1:
+    sizes = {name: groups._get_expert_parallel_world_size(name) for name in names if name}
+    for name, size in sizes.items():
+        if size > 1:
             raise BackendError(
                 f"{type(model).__name__}: each rank has experts of its own under the same names (expert parallelism, "
-                f"{module.expert_group_name}), which no state tells apart; nearest: export_deepspeed, which writes "
-                "DeepSpeed's own files, or ep_size=1"
+                f"{name}), which no state tells apart; nearest: export_deepspeed, which writes DeepSpeed's own files, "
+                "or ep_size=1"
             )
 
 

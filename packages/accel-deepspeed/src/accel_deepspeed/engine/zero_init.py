@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from accel_deepspeed.library import count_alike, local_rank
+from accel_deepspeed.engine.engine import count_alike
+from accel_deepspeed.library import local_rank
 from accel_state.errors import PrepareError
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_deepspeed.config.consistency import LAYERS, check_groups, largest_divisor
-from accel_deepspeed.private import READ_IN, open_tensor_parallel_groups
 from accel_deepspeed.tensor_parallel.shards import NOTE, is_cut
 from accel_state.errors import BackendError, PrepareError
 
@@ -65,17 +64,17 @@ class Layers:
         Raises:
             BackendError: this process has engines with another tensor-parallel size.
         """
-        found = _opened_size()
-        if found not in (None, self.size):
+        from deepspeed.utils import groups
+
+        there = groups._TENSOR_MODEL_PARALLEL_GROUP
+        found = 1 if there is None else there.size()
+        if there is not None and found != self.size:
             raise BackendError(
                 f"{LAYERS}={self.size}, and engines of this process share layers among {found} ranks, of which "
                 "DeepSpeed knows one number; close the Accelerator that has them first"
             )
-        if self.size > 1 and not open_tensor_parallel_groups(self.size):
-            raise BackendError(
-                f"{LAYERS}={self.size}: this version of DeepSpeed opens its groups in a way that is not known here; "
-                f"nearest: DeepSpeed {READ_IN}, or zero_stage=3"
-            )
+        if self.size > 1:
+            groups._init_tp_mesh_device(tensor_model_parallel_size=self.size)
 
     @property
     def group(self) -> "ProcessGroup | None":
@@ -143,17 +142,6 @@ class Layers:
         synchronize_rng_states(kinds, group=self.group)
 
 
-def _opened_size() -> int | None:
-    """Returns the size of DeepSpeed's tensor-parallel group; None if it is not open."""
-    from deepspeed.utils import groups
-
-    try:
-        size: int = groups.get_tensor_model_parallel_group().size()
-    except AssertionError:
-        return None
-    return size
-
-
 def kinds_of(model: nn.Module) -> dict[str, type[nn.Module]]:
     """Returns the class of each module by name, for a comparison with the layers that AutoTP creates."""
     return {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
@@ -176,8 +164,7 @@ def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[Remo
         _check_note(type(model).__name__, name, parameter)
     if not any(map(is_cut, parameters.values())):
         raise PrepareError(f"{LAYERS}: AutoTP found no layer of this {type(model).__name__} to share; {_INSTEAD}")
-    # Ranks of a tensor-parallel group have the same samples.
-    engine.set_train_batch_size(engine.train_batch_size() // engine.mp_world_size)
+    engine._config.train_batch_size //= engine.mp_world_size  # ranks of a tensor-parallel group have the same samples
     handles: list[RemovableHandle] = []
     for parameter in parameters.values():
         # DeepSpeed's norms sum parameters with this mark over the group, and count others on one rank.

@@ -1,16 +1,14 @@
 """Tensors in which an engine keeps parameters, gradients and optimizer state of one rank."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from accel_backends.ops.footprint import Held, states_of
-
-if TYPE_CHECKING:
-    from accel_deepspeed.engine.engine import Prepared
+from accel_deepspeed.engine.engine import Prepared
 
 
-def held_by(prepared: "Prepared") -> Held:
+def held_by(prepared: Prepared) -> Held:
     """Returns all tensors of an engine, those in host memory included."""
     engine = prepared.engine
     parameters: list[torch.Tensor] = []

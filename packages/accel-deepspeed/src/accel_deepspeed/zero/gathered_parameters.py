@@ -2,20 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
 from accel_backends.ops.fqn import named_parameters
+from accel_deepspeed.checkpoint.state_dicts import put_part
+from accel_deepspeed.engine.engine import Prepared
 from accel_deepspeed.tensor_parallel.shards import full_of_shard, is_cut, shard_of_full
-from accel_deepspeed.zero.full_tensors import put_part
-
-if TYPE_CHECKING:
-    from accel_deepspeed.engine.engine import Prepared
 
 
 @contextmanager
-def full_parameters(prepared: "Prepared", *, writeback: bool) -> Iterator[None]:
+def full_parameters(prepared: Prepared, *, writeback: bool) -> Iterator[None]:
     """Context in which parameters are full on every rank, in the compute dtype.
 
     Changes reach the optimizer's master weights; every rank has to make the same changes. Unmodified parameters keep
@@ -58,7 +55,7 @@ def _put_together(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
             parameter.data = part
 
 
-def _carry_over(prepared: "Prepared", parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
+def _carry_over(prepared: Prepared, parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
     parts = prepared.parts
     if parts is None:
         return

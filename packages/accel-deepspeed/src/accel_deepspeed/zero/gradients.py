@@ -8,7 +8,7 @@ reduced.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -17,15 +17,13 @@ from torch import nn
 
 from accel_backends.ops.clip import listed
 from accel_backends.ops.gradient_observer import Keep
-from accel_deepspeed.tensor_parallel.shards import full_of_shard, shape_of, shard_of_full
-from accel_deepspeed.zero.arrivals import Arrivals
+from accel_deepspeed.engine.manual_backward import ByHand
+from accel_deepspeed.tensor_parallel.shards import full_of_shard, local_shape_of, shape_of, shard_of_full
 from accel_deepspeed.zero.gradient_reads import Reads
-from accel_deepspeed.zero.left_out import LeftOut
-from accel_deepspeed.zero.partitions import Partitions
+from accel_deepspeed.zero.missing_gradients import LeftOut, Presence
+from accel_deepspeed.zero.reduction_order import ReductionOrder
 from accel_state.errors import BackendError
-from accel_state.logging import get_logger
 
-_log = get_logger(__name__)
 Factor = float | torch.Tensor
 
 
@@ -34,59 +32,50 @@ class Gradients(ABC):
 
     Attributes:
         engine: the engine.
-        layout: partitions of the optimizer's tensors; None if it updates full parameters themselves.
         parameters: the model's parameters by id.
         names: FQNs of the parameters by id.
+        filled: a backward has run since the last step.
         settled: gradients are reduced, in the tensors that the engine's step reads.
         written: settled gradients have been changed since.
-        arrivals: record of the gradients of each backward at stages 2 and 3, which reduce then; None at others.
+        running: a backward of the backend is running.
+        order: order in which backwards reduce; None if backwards do not reduce.
         backwards: number of backwards that have begun.
-        stepping: the engine's step is running.
-        trained: parameters that required gradients when the engine was created.
         keeps: whether settled gradients are in ``parameter.grad``.
         spread: whether settled gradients are partitioned over ranks.
+        presence: records which parameters have received a gradient.
         left_out: keeps parameters without a gradient on any rank unchanged in a step; None if the optimizer does so.
     """
 
     keeps: ClassVar[bool] = False
     spread: ClassVar[bool] = True
 
-    def __init__(self, engine: Any, layout: Partitions | None) -> None:
-        self.engine, self.layout = engine, layout
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
         self.optimizer = engine.optimizer
-        self.settled = self.written = self.stepping = self._filled = self._warned = False
+        self.filled = False
+        self.settled = self.written = False
+        self.running = False
         self._boundary: bool | None = None
-        named = dict(engine.module.named_parameters())
-        self.parameters: dict[int, nn.Parameter] = {id(one): one for one in named.values()}
-        self.names = {id(one): name for name, one in named.items()}
+        self.parameters: dict[int, nn.Parameter] = {id(one): one for one in engine.module.parameters()}
+        self.names = {id(one): name for name, one in engine.module.named_parameters()}
+        self.presence = Presence([one for one in self.parameters.values() if one.requires_grad], engine.device)
         self.left_out: LeftOut | None = None
         held = {id(one) for group in engine.basic_optimizer.param_groups for one in group["params"]}
         self._frozen = [one for one in self.parameters.values() if not one.requires_grad and id(one) not in held]
-        self.trained = [one for one in self.parameters.values() if one.requires_grad]
         # Called with this rank's shards just before each step.
         self.watchers: OrderedDict[int, Keep] = OrderedDict()
         # Norm to which the next step clips, and the norm measured at that call; None: no clip is pending.
         self._clip: tuple[float, torch.Tensor] | None = None
-        # Mean gradients of a window that was loaded, which the next reduction adds, by FQN.
-        self._loaded: dict[str, torch.Tensor] = {}
-        self._loaded_at = 0
-        self.arrivals: Arrivals | None = None
+        # Object, method name, and the method's result for the settled gradients, which the step reuses.
+        self._done: tuple[Any, str, Any] | None = None
+        self.order: ReductionOrder | None = None
+        self._by_hand = ByHand(engine, lambda: self.running)
         self.backwards = 0
-        self._reads = Reads(named)
+        self._reads = Reads(dict(engine.module.named_parameters()))
         self._shown = engine.register_forward_pre_hook(self._reads.show)  # torch.compile guards on classes
 
-    @property
-    def filled(self) -> bool:
-        """Whether there are gradients since the last step."""
-        return self.ran or bool(self._loaded)
-
-    @property
-    def ran(self) -> bool:
-        """Whether a backward has run since the last step."""
-        return self._filled or (self.arrivals is not None and self.arrivals.any)
-
-    def begin(self) -> None:
-        """Prepares a backward, which adds to the accumulated gradients."""
+    def backward(self, run: Callable[[], Any]) -> None:
+        """Runs one backward, which adds to the accumulated gradients."""
         self._reads.show()
         self.backwards += 1
         self._open()
@@ -94,21 +83,25 @@ class Gradients(ABC):
         clear = getattr(self.optimizer, "clear_backward_seen_flag", None)
         if clear is not None:
             clear()  # otherwise stage 3 takes two backwards with no forward between them for one
-        if self.arrivals is not None:
-            self.arrivals.separate()
-
-    def end(self) -> None:
-        """Records that a backward has run."""
-        self._filled = True
-        if self.arrivals is not None:
+        if self.order is not None:
+            self.order.forget()
+        self._by_hand.start()
+        self.running = True
+        try:
+            run()
+        finally:
+            self.running = False
+        self.filled = True
+        if self.order is not None:
             self._reads.hide()
 
     def remove(self) -> None:
-        """Removes all hooks."""
+        """Restores the engine's own methods."""
         self._reads.remove()
         self._shown.remove()
-        if self.arrivals is not None:
-            self.arrivals.remove()
+        self._by_hand.remove()
+        if self.order is not None:
+            self.order.remove()
 
     def settle(self) -> None:
         """Reduces the accumulated gradients.
@@ -116,37 +109,32 @@ class Gradients(ABC):
         Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: no backward has run, or ranks have computed gradients of different parameters.
+            BackendError: no backward has run.
         """
         if self.settled:
             return
         if not self.filled:
             raise BackendError("an optimizer step without gradients: no backward has run since the step before")
         self._reads.show()
-        if self.arrivals is not None:
-            self.arrivals.compare()
         self.reduce()
-        self._add_loaded()
         self.settled = True
         if not self.keeps:
             self._reads.hide()
 
-    def _add_loaded(self) -> None:
-        """Adds this rank's slices of the gradients of a loaded window."""
-        if not self._loaded:
-            return
-        pieces = self.pieces("a window that was open in a checkpoint")
-        for key, parameter in self.parameters.items():
-            whole = self._loaded.get(self.names[key])
-            if whole is None or key not in pieces:
-                continue
-            flat, piece = shard_of_full(parameter, whole), pieces[key].view(-1)
-            part = None if self.layout is None else self.layout.part(parameter)
-            start, size = (0, piece.numel()) if part is None else (part.start, part.size)
-            piece[:size].add_(flat[start : start + size].to(piece.device, piece.dtype))
-        self.measure()
+    def check_empty(self) -> None:
+        """Refuses to skip a step for which gradients exist that do not come from the backend's backward.
 
-    def check(self) -> None:
+        Raises:
+            BackendError: the user called the engine's own ``backward``, or ``loss.backward()``.
+        """
+        if self._by_hand.own:
+            raise BackendError(
+                "the engine's own backward was called, whose gradients accelerator's step does not take; call "
+                "accelerator.backward(loss), or the engine's own step, too"
+            )
+        self._check()
+
+    def _check(self) -> None:
         """Refuses a step that would silently ignore gradients or parameters.
 
         Raises:
@@ -158,25 +146,13 @@ class Gradients(ABC):
                 f"{listed(thawed, 3)}: frozen when the model was prepared, and trained since; a DeepSpeed engine steps "
                 "the parameters that required gradients then; call requires_grad_(True) before prepare"
             )
-        if self.arrivals is None:
-            return
-        self._reads.show()
-        given = next((name for key, name in self.names.items() if self.parameters[key].grad is not None), None)
-        if given is not None:
-            raise BackendError(
-                f"{given}.grad was set after backward; ZeRO stages 2 and 3 have spread the gradients over ranks by "
-                "then, and step with those; scale the loss instead, or use zero_stage=1"
-            )
-        if late := self.arrivals.late:
-            raise BackendError(
-                f"{late} got a hook by register_post_accumulate_grad_hook after prepare; ZeRO stages 2 and 3 take its "
-                "gradient before that runs; register it before prepare, or use register_hook"
-            )
+        if self.order is not None:
+            self.order.check()
 
     def scale(self, factor: Factor) -> None:
         """Multiplies the accumulated gradients."""
         self._open()
-        for tensor in (*self.pending(), *self._loaded.values()):
+        for tensor in self.pending():
             tensor.mul_(factor.to(tensor.device, tensor.dtype) if isinstance(factor, torch.Tensor) else factor)
 
     def norm(self) -> torch.Tensor:
@@ -198,14 +174,18 @@ class Gradients(ABC):
         if self._clip is None:
             return
         max_norm, norm = self._clip
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for tensor in self.in_place():
-            tensor.mul_(factor.to(tensor.device, tensor.dtype))
+        self.shrink(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         self._unclip()
         self.changed()
 
+    def shrink(self, factor: torch.Tensor) -> None:
+        """Multiplies the settled gradients."""
+        for tensor in self.in_place():
+            tensor.mul_(factor.to(tensor.device, tensor.dtype))
+
     def changed(self) -> None:
         """Records that settled gradients were written to, and measures them again."""
+        self._done = None
         self.written = True
         self.measure()
 
@@ -225,26 +205,24 @@ class Gradients(ABC):
         Raises:
             BackendError: the step would silently ignore gradients or parameters.
         """
-        self.check()
+        self._reads.show()
+        self._check()
         self.settle()
         self._reads.show()
         for keep in self.watchers.values():
             keep(self.parts())
-        absent = [one for one in self.absent() if self.names[id(one)] not in self._loaded]
-        if absent and not self._warned:
-            _log.warning(
-                "no rank has a gradient of %s in the first step without it, which stay as they are; such parameters "
-                "may be unused, frozen, or in activation checkpointing whose inputs require no gradients",
-                listed([self.names[id(one)] for one in absent], 3),
-            )
-            self._warned = True
+        absent = self.absent()
+        done = self._done
+        if done is not None:
+            setattr(done[0], done[1], lambda: done[2])
         self.at_boundary(True)
-        self.stepping = True
+        left_out = nullcontext() if self.left_out is None else self.left_out.around(absent)
         try:
-            with nullcontext() if self.left_out is None else self.left_out.around(absent):
+            with left_out:
                 self.engine.step()
         finally:
-            self.stepping = False
+            if done is not None:
+                delattr(done[0], done[1])
         self.stepped()
         return bool(self.engine.was_step_applied())
 
@@ -252,11 +230,9 @@ class Gradients(ABC):
         """Starts the next accumulation window: gradients have been used or dropped, and a pending clip expires."""
         self._reads.show()
         self._unclip()
-        self.at_boundary(False)
-        self._filled = self.settled = self.written = False
-        self._loaded.clear()
-        if self.arrivals is not None:
-            self.arrivals.forget()
+        self.filled = self.settled = self.written = False
+        self._done = None
+        self.presence.received.clear()
 
     def _refuse_updates(self, what: str) -> None:
         raise BackendError(
@@ -281,6 +257,7 @@ class Gradients(ABC):
             self.clip_now()
             self.reopen()
             self.settled = self.written = False
+        self._done = None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Returns full gradients by FQN, whose mean over ranks is the gradient. Default: reduced gradients.
@@ -289,11 +266,9 @@ class Gradients(ABC):
 
         Collective: every rank of the group must call this.
         """
-        if self._loaded and self.backwards == self._loaded_at:
-            return {name: held.clone() for name, held in self._loaded.items()}
         self.settle()
-        absent = {self.names[id(one)] for one in self.absent()} - self._loaded.keys()
-        there = {name: one for name, one in parameters.items() if one.requires_grad and name not in absent}
+        absent = set(map(id, self.absent()))
+        there = {name: one for name, one in parameters.items() if one.requires_grad and id(one) not in absent}
         return {name: self.whole(parameter) for name, parameter in there.items()}
 
     def hold(
@@ -306,15 +281,32 @@ class Gradients(ABC):
         import torch.distributed as dist
 
         for name, parameter in parameters.items():
-            if name not in brought or not parameter.requires_grad:
-                continue
-            total = torch.zeros(shape_of(parameter), device=self.engine.device, dtype=self.dtype)
-            if name in shares:
-                total.copy_(shares[name])
-            if dist.get_world_size() > 1:
+            if not parameter.requires_grad or (name not in brought and self.order is None):
+                continue  # without an order parameters hold gradients, and a gradient of zeros would count as present
+            shape = shape_of(parameter)
+            device, dtype = self.engine.device, self.dtype
+            mine = shares.get(name)
+            total = (
+                torch.zeros(shape, device=device, dtype=dtype) if mine is None else mine.to(device, dtype, copy=True)
+            )
+            if name in brought and dist.get_world_size() > 1:
                 dist.all_reduce(total)
-            self._loaded[name] = total.div_(dist.get_world_size())
-        self._loaded_at = self.backwards
+            if name in brought:
+                self.presence.add([parameter])
+            mine = shard_of_full(parameter, total.div_(dist.get_world_size()))
+            self.begin(parameter, mine.view(local_shape_of(parameter)))
+        self.begun()
+        self.filled = True
+
+    def absent(self) -> list[nn.Parameter]:
+        """Returns the parameters without a gradient on any rank. Collective: every rank of the group must call this."""
+        import torch.distributed as dist
+
+        if dist.get_world_size() == 1:
+            return self.presence.absent(None)
+        everywhere = self.presence.here().clone()
+        dist.all_reduce(everywhere, group=getattr(self.optimizer, "dp_process_group", None))
+        return self.presence.absent(everywhere)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss to pass to the engine's backward. Default: unchanged, the engine scales it."""
@@ -359,11 +351,15 @@ class Gradients(ABC):
         found: torch.Tensor = safe_get_full_grad(parameter)
         return full_of_shard(parameter, found.detach().clone())
 
-    def absent(self) -> list[nn.Parameter]:
-        """Returns the parameters without a gradient on any rank, after ``settle``."""
-        assert self.arrivals is not None
-        received = self.arrivals.received  # equal on all ranks
-        return [one for one in self.trained if id(one) not in received]
+    def begun(self) -> None:
+        """Called after ``begin`` of all parameters. Default: does nothing."""
+
+    @abstractmethod
+    def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Stores the first gradient of a window, already averaged over ranks.
+
+        ``gradient`` is a tensor-parallel shard.
+        """
 
     @abstractmethod
     def in_place(self) -> list[torch.Tensor]:
@@ -397,22 +393,7 @@ class Gradients(ABC):
         """Drops all accumulated gradients."""
 
 
-def absent_everywhere(gradients: Gradients, present: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns the trainable parameters that are present on no rank.
-
-    Collective: every rank of the group must call this.
-    """
-    import torch.distributed as dist
-
-    here = set(map(id, present))
-    trained = gradients.trained
-    there = torch.tensor([id(one) in here for one in trained], dtype=torch.uint8, device=gradients.engine.device)
-    if dist.get_world_size(gradients.group) > 1:
-        dist.all_reduce(there, dist.ReduceOp.MAX, group=gradients.group)
-    return [one for one, found in zip(trained, there.tolist(), strict=True) if not found]
-
-
-def gradients_of(engine: Any, layout: Partitions | None) -> Gradients:
+def gradients_of(engine: Any) -> Gradients:
     """Returns the accumulated gradients of an engine, by the kind of its optimizer.
 
     Raises:
@@ -422,11 +403,11 @@ def gradients_of(engine: Any, layout: Partitions | None) -> Gradients:
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
         from accel_deepspeed.zero.stage3 import ShardedGradients
 
-        return ShardedGradients(engine, layout)
+        return ShardedGradients(engine)
     if hasattr(optimizer, "averaged_gradients"):
         from accel_deepspeed.zero.stage12 import PartitionedGradients
 
-        return PartitionedGradients(engine, layout)
+        return PartitionedGradients(engine)
     if engine.zero_optimization():
         raise BackendError(
             f"DeepSpeed's {type(optimizer).__name__} is not supported; it is used at stage 1 in bf16 with "
@@ -434,4 +415,4 @@ def gradients_of(engine: Any, layout: Partitions | None) -> Gradients:
         )
     from accel_deepspeed.zero.stage0 import WholeGradients
 
-    return WholeGradients(engine, layout)
+    return WholeGradients(engine)

@@ -10,6 +10,7 @@ from accel_backends.ops.clip import listed
 from accel_backends.ops.fqn import named_parameters
 from accel_deepspeed.zero.partitions import Partitions
 from accel_state.errors import BackendError
+from accel_state.watchdog.decorator import recorded
 
 
 @final
@@ -113,24 +114,45 @@ def _round_to(copy: torch.Tensor, values: torch.Tensor) -> None:
     copy.copy_(torch.where(copy.to(values.dtype) == values, copy, values.to(copy.dtype)))
 
 
-def refuse_loading(engine: Any) -> list[RemovableHandle]:
-    """Makes ``load_state_dict`` of the engine's modules refuse ``assign=True`` and partitioned parameters.
+def hook_loading(engine: Any) -> list[RemovableHandle]:
+    """Makes ``load_state_dict`` of the engine's modules gather at stage 3, and refuse ``assign=True`` at every stage.
 
-    Small parameters that stage 3 keeps full may be loaded, as at other stages, on every rank alike.
+    Parameters are gathered module by module, and rank 0's values are loaded, so all ranks have to call
+    ``load_state_dict``.
     """
-    modules = [one for one in engine.module.modules() if any(True for _ in one.parameters(recurse=False))]
-    return [module.register_load_state_dict_pre_hook(_refuse_loading) for module in modules]
+    handles = []
+    for module in engine.module.modules():
+        if any(parameter is not None for parameter in module._parameters.values()):
+            handles += _hook(module)
+    return handles
 
 
-def _refuse_loading(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: object) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise BackendError(
-            f"load_state_dict(assign=True) of {type(module).__name__} would replace parameters that a DeepSpeed engine "
-            "trains, and the engine would not use the new ones; leave assign out"
-        )
-    for name, parameter in module.named_parameters(recurse=False):
-        if prefix + name in state and hasattr(parameter, "ds_id") and not _is_here(parameter):
+def _hook(module: nn.Module) -> list[RemovableHandle]:
+    open_: list[Any] = []
+
+    def close(*_: object) -> None:
+        while open_:
+            open_.pop().__exit__(None, None, None)
+
+    def before(inner: nn.Module, state: Any, prefix: str, metadata: Any, *_: object) -> None:
+        if metadata.get("assign_to_params_buffers"):
             raise BackendError(
-                f"load_state_dict of {prefix}{name}, of which each rank has a part (ZeRO stage 3); load it on every "
-                "rank within accelerator.full_parameters(model)"
+                f"load_state_dict(assign=True) of {type(inner).__name__} would replace parameters that a DeepSpeed "
+                "engine trains, and the engine would not use the new ones; leave assign out"
             )
+        close()
+        spread: list[Any] = [p for name, p in inner._parameters.items() if p is not None and prefix + name in state]
+        spread = [one for one in spread if hasattr(one, "ds_id") and not _is_here(one)]
+        if spread:
+            open_.append(_gather(spread, f"{prefix}*"))
+
+    return [module.register_load_state_dict_pre_hook(before), module.register_load_state_dict_post_hook(close)]
+
+
+@recorded("load_state_dict", lambda parameters, names: names)
+def _gather(parameters: list[nn.Parameter], names: str) -> Any:
+    from deepspeed.runtime.zero import GatheredParameters
+
+    gathered = GatheredParameters(parameters, modifier_rank=0)
+    gathered.__enter__()
+    return gathered

@@ -34,9 +34,6 @@ class Partition:
         return tensor.detach().view(-1).narrow(0, self.offset, self.size)
 
 
-NO_PART = Partition(0, 0, None, 0)
-
-
 class Partitions(ABC):
     """Partitions of an engine's parameters.
 
@@ -181,23 +178,25 @@ class PartitionedParts(Partitions):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         optimizer = self.optimizer
-        self._found: dict[int, Partition] = {}
-        self._groups: dict[int, Any] = {}
-        for index, group in enumerate(optimizer.bit16_groups):
-            replicas = optimizer.real_dp_process_group[index]
-            rank, flat = torch.distributed.get_rank(replicas), optimizer.single_partition_of_fp32_groups[index]
-            starts = optimizer.grad_start_offset[index][rank]
-            offsets = optimizer.grad_partition_insertion_offset[index][rank]
-            for parameter in group:
-                self._groups[id(parameter)] = replicas
-                if (key := optimizer.get_param_id(parameter)) in starts:
-                    start, offset = int(starts[key]), int(offsets[key])
-                    size = int(min(parameter.numel() - start, optimizer.partition_size[index] - offset))
-                    self._found[id(parameter)] = Partition(start, size, flat, offset)
+        # Not by DeepSpeed's attribute, which stays on parameters of an engine that was destroyed.
+        self._ids = {id(parameter) for group in optimizer.bit16_groups for parameter in group}
+        if optimizer.cpu_offload:
+            return
+        groups = zip(optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group, strict=True)
+        for flat, (pieces, group) in zip(optimizer.single_partition_of_fp32_groups, groups, strict=True):
+            own = pieces[torch.distributed.get_rank(group)]
+            if (own.dtype, own.device) == (flat.dtype, flat.device):
+                flat.data = own.data
+        optimizer._link_all_hp_params()
 
     def part(self, parameter: nn.Parameter) -> Partition:
         """Returns the part of the parameter that lies in this rank's slice of its group."""
-        return self._found.get(id(parameter), NO_PART)
+        mapping: Any = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return Partition(0, 0, None, 0)
+        here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+        flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        return Partition(here.start, here.numel, flat, there.start)
 
     def flats(self) -> list[torch.Tensor]:
         """Returns this rank's slice of each group."""
@@ -205,11 +204,11 @@ class PartitionedParts(Partitions):
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is in a param group."""
-        return id(parameter) in self._groups
+        return id(parameter) in self._ids
 
     def group(self, parameter: nn.Parameter) -> Any:
         """Returns the process group over which the parameter's group is partitioned; experts have their own."""
-        return self._groups[id(parameter)]
+        return getattr(parameter, "_dp_group", self.optimizer.dp_process_group)
 
     def refresh(self) -> None:
         """All-gathers the updated slices of all ranks into the model's parameters."""
@@ -223,40 +222,36 @@ class ShardedParts(Partitions):
     @contextmanager
     def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Partition]:
         """Context with the partition in memory, read from disk and written back if offloaded there."""
-        part = self.part(parameter)
-        assert part.flat is not None
-        with self._in_memory(part.flat, changed=changed):
-            yield part
+        index = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)][0]
+        with self._in_memory(index, changed=changed):
+            yield self.part(parameter)
 
     @contextmanager
     def opened(self, flat: torch.Tensor) -> Iterator[None]:
         """Context with the tensor in memory, read from disk and written back if offloaded there."""
-        with self._in_memory(flat, changed=True):
+        index = next(number for number, one in enumerate(self.flats()) if one is flat)
+        with self._in_memory(index, changed=True):
             yield
 
     @contextmanager
-    def _in_memory(self, flat: torch.Tensor, *, changed: bool) -> Iterator[None]:
-        swapper = self.optimizer.optimizer_swapper if self.optimizer.swap_optimizer else None
-        index = next(number for number, one in enumerate(self.flats()) if one is flat)
-        elements = self.optimizer.fp16_partitioned_groups_flat_numel[index]
-        if swapper is None or not swapper.is_swappable_tensor(None, numel=elements):
-            yield
-            return
-        swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
+    def _in_memory(self, index: int, *, changed: bool) -> Iterator[None]:
+        optimizer = self.optimizer
+        swapped = optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
         try:
             yield
         finally:
-            if changed:
-                swapper.swap_out_optimizer_state(parameter=flat, async_swap=False)
-            else:
-                swapper.release_swap_buffers(parameter=flat)
-            flat.grad = None
+            if swapped and changed:
+                optimizer._optimizer_states_and_gradient_swap_out(index)
+            elif swapped:
+                optimizer._release_swap_buffers(index)
 
     def part(self, parameter: nn.Parameter) -> Partition:
         """Returns this rank's slice, without padding."""
         optimizer = self.optimizer
         index, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = size * torch.distributed.get_rank(self.group(parameter))
+        start = size * optimizer._get_param_partition_rank(parameter)
         total: int = parameter.ds_numel  # type: ignore[attr-defined]
         flat = optimizer.fp32_partitioned_groups_flat[index]
         return Partition(min(start, total), max(0, min(size, total - start)), flat, offset)
@@ -275,14 +270,22 @@ class ShardedParts(Partitions):
 
     def group(self, parameter: nn.Parameter) -> Any:
         """Returns the process group over which the parameter is partitioned."""
-        return getattr(parameter, "ds_process_group", self.optimizer.dp_process_group)
+        return self.optimizer._get_param_partition_group(parameter)
 
     def refresh(self) -> None:
-        """Gathers small parameters, which stage 3 keeps full; others are written with their master weights."""
-        self.optimizer.invalidate_secondary_tensor()
-        if small := self.optimizer.persistent_parameters:
-            small[0].partition(small, has_been_updated=False)
-            small[0].all_gather(small)
+        """Copies the optimizer's slices to the tensors that forward all-gathers."""
+        optimizer = self.optimizer
+        for index, _ in enumerate(optimizer.fp16_groups):
+            swapped = optimizer._swappable_optimizer_subgroup(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_in(index)
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            if swapped:
+                optimizer._release_swap_buffers(index)
+        persistent = optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent, has_been_updated=False)
+            persistent[0].all_gather(persistent)
 
 
 def parts_of(engine: Any) -> Partitions | None:

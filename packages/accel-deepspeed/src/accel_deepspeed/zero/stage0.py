@@ -1,15 +1,14 @@
 """Accumulated gradients of a stage 0 engine, which are in ``parameter.grad``."""
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
 
-from accel_deepspeed.tensor_parallel.shards import full_of_shard, is_cut, local_shape_of, shard_of_full
-from accel_deepspeed.zero.gradients import Gradients, absent_everywhere
-from accel_deepspeed.zero.partitions import Partitions
+from accel_deepspeed.tensor_parallel.shards import full_of_shard, is_cut
+from accel_deepspeed.zero.gradients import Gradients
 
 
 @final
@@ -22,16 +21,16 @@ class WholeGradients(Gradients):
     keeps: ClassVar[bool] = True
     spread: ClassVar[bool] = False
 
-    def __init__(self, engine: Any, layout: Partitions | None) -> None:
-        super().__init__(engine, layout)
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
         self._absent: list[nn.Parameter] = []
 
     def reduce(self) -> None:
         """All-reduces by dtype; parameters without a gradient on any rank get none, where DeepSpeed sets zeros."""
+        self.presence.add(one for one in self.parameters.values() if one.grad is not None)
         self.at_boundary(True)
-        present = [one for one in self.parameters.values() if one.grad is not None]
-        self._absent = absent_everywhere(self, present)
         self.engine.allreduce_gradients()
+        self._absent = super().absent()
         for parameter in self._absent:
             parameter.grad = None
 
@@ -72,26 +71,20 @@ class WholeGradients(Gradients):
         return record if record is not None and record.use_grad_scaling else None
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        """Scales the gradients at once if neither a DeepSpeed optimizer nor the engine clips in its step."""
+        """Scales the gradients at once if there is no DeepSpeed optimizer that clips in its step."""
         if hasattr(self.optimizer, "clip_grad"):
             super().clip(max_norm, norm)
-        elif not self.engine.gradient_clipping():
-            nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+            return
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+        self._done = self.engine, "clip_fp32_gradients", None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Returns full gradients: this rank's unreduced ones, or the mean after the reduction."""
         return {name: full_of_shard(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
 
-    def hold(
-        self, parameters: Mapping[str, nn.Parameter], shares: Mapping[str, torch.Tensor], brought: Collection[str]
-    ) -> None:
-        """As of every stage; parameters hold the gradients at once."""
-        super().hold(parameters, shares, brought)
-        for name, whole in self._loaded.items():
-            mine = shard_of_full(parameters[name], whole).view(local_shape_of(parameters[name]))
-            parameters[name].grad = mine.to(parameters[name].dtype)
-        self._loaded.clear()
-        self._filled = True
+    def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Sets the parameter's ``grad``."""
+        parameter.grad = gradient.to(parameter.dtype)
 
     def in_place(self) -> list[torch.Tensor]:
         """Returns the gradients of the parameters."""
