@@ -18,7 +18,7 @@ class Section:
 
 
 SECTIONS = (
-    Section("machine", 20, "versions, and what the machine can do: copies, arithmetic, disks"),
+    Section("machine", 20, "versions, and rates of the machine: copies, arithmetic, disks"),
     Section("tests", 75, "tests with the marker gpu", tiny_seconds=150),
     Section("syncs", 30, "waits of the host for the device, by kind of loop, with file and line"),
     Section("steps", 80, "a training step: raw PyTorch, accel, Accelerate, Fabric"),

@@ -1,4 +1,4 @@
-"""What the machine can do, as denominators of the other sections: copies, arithmetic, disks."""
+"""Rates of the machine, the denominators of the other sections: copies, arithmetic, disks."""
 
 import os
 import platform

@@ -79,8 +79,14 @@ def test_memory_for_communication_may_still_come_from_the_group(rank: int) -> No
     backend, model = prepared(2)
     if not hasattr(model, "set_allocate_memory_from_process_group_for_comm"):
         pytest.skip("this torch has no such option")
+    backend.backward(model(tokens()).square().mean())
+    expected = backend.gradients.full(model)
+    backend.gradients.drop(model)
     model.set_allocate_memory_from_process_group_for_comm(True)
     backend.backward(model(tokens()).square().mean())
+    found = backend.gradients.full(model)
+    assert expected.keys() == found.keys() == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.ranks(2)

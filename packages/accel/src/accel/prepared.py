@@ -58,7 +58,7 @@ class PreparedObjects:
         self._models_of[id(optimizer)] = tuple(models)
 
     def add_loader(self, loader: Any) -> None:
-        """Adds a loader, unless it is known; its batches pass the gate if there is one."""
+        """Adds a loader, unless it is known; the gate, if there is one, is called before each of its batches."""
         if self._gate is not None:
             loader.gate = self._gate
         if not any(loader is other for other in self.loaders):

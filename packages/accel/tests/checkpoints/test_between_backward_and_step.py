@@ -53,11 +53,19 @@ def test_gradients_that_are_due_are_not_lost_on_any_rank(tmp_path: Path, strateg
     check(tmp_path, strategy, accumulate, asynchronous=False)
 
 
+def saved_weights(folder: Path, model: nn.Module, name: str = "model") -> bool:
+    """Whether the checkpoint holds the model's present weights."""
+    saved = open_checkpoint(folder).read(name)
+    assert isinstance(saved, dict)
+    return all(torch.equal(saved[key], value) for key, value in model.state_dict().items())
+
+
 def test_a_model_that_nothing_steps_is_saved(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(4, 2))
     accelerator.backward(model(torch.ones(2, 4)).sum())
     accelerator.save_state(tmp_path / "a")
+    assert saved_weights(tmp_path / "a", model)
 
 
 def test_who_steps_and_clears_the_inner_optimizer_is_saved(tmp_path: Path) -> None:
@@ -66,6 +74,7 @@ def test_who_steps_and_clears_the_inner_optimizer_is_saved(tmp_path: Path) -> No
     optimizer.optimizer.step()
     optimizer.optimizer.zero_grad()
     accelerator.save_state(tmp_path / "a")
+    assert saved_weights(tmp_path / "a", model)
 
 
 def test_networks_that_are_stepped_after_all_their_windows_are_saved(tmp_path: Path) -> None:
@@ -79,6 +88,8 @@ def test_networks_that_are_stepped_after_all_their_windows_are_saved(tmp_path: P
     first.step()
     second.step()
     accelerator.save_state(tmp_path / "a")
+    assert saved_weights(tmp_path / "a", one)
+    assert saved_weights(tmp_path / "a", other, "model_1")
 
 
 def check_load_into_an_open_window(folder: Path, strategy: str | None) -> None:

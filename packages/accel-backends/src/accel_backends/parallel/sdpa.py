@@ -14,7 +14,7 @@ from accel_state.errors import BackendError, PrepareError
 
 
 def apply_context_parallel(model: nn.Module, context: Context) -> None:
-    """Gives a transformers model attention over the shards of its context-parallel group, in place.
+    """Replaces a transformers model's attention, in place, by attention over the shards of its context-parallel group.
 
     The model has to be called with shards (``Context.shard_batch``) from then on. It uses transformers' public registry
     of attention functions, so activation checkpointing and torch.compile see an ordinary function.

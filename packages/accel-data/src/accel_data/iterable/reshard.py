@@ -1,4 +1,4 @@
-"""The rest of an epoch that a dataset had cut for other readers, as one stream that any readers can share."""
+"""Resharding of an iterable dataset: the rest of an epoch that another number of readers began, as one stream."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping

@@ -126,7 +126,7 @@ def _ssh(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mappin
 
 
 def _deepspeed(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mapping[str, str]) -> LaunchMethod:
-    """Maps DeepSpeed's launcher names to the methods above; ``standard`` and ``nossh`` start this machine's part."""
+    """Maps DeepSpeed's launcher names to SSH, MPI and Slurm; ``standard`` and ``nossh`` start this machine's ranks."""
     how = config.deepspeed_multinode_launcher or "pdsh"
     if how == "openmpi":
         return _mpi(config, program, hostfile, env)

@@ -49,7 +49,7 @@ class UnitBytes:
 @final
 @dataclass(frozen=True, slots=True)
 class ShardedUnits:
-    """How a sharded step is executed.
+    """Execution of a step with sharded units: what is sharded, kept and copied.
 
     Attributes:
         shards: shard degree.

@@ -60,7 +60,6 @@ class Watchdog:
         self._peers = PeerStates(store, self._rank, self._size, self.record)
         self.main = threading.main_thread().ident or 0
         self._finding: Diagnosis | None = None
-        self._remarked: int | None = None
         self._patience = REMARKABLE
         self._process = os.getpid()
         self._closed = threading.Event()
@@ -250,7 +249,7 @@ class Watchdog:
             if own.waiting >= STALLED:
                 self._examine(states)
             else:
-                self._patience, self._remarked = REMARKABLE, None
+                self._patience = REMARKABLE
 
     def _correspond(self) -> None:
         """Exchanges records with ranks of other machines, as long as there are any and rank 0's store answers.

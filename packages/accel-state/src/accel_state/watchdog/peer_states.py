@@ -38,7 +38,7 @@ class Watched:
         self._gone = False  # ended before its memory could be mapped
         self._pidfd = -1
         self._life: Life = "alive"
-        self._since = self._looked = self._heard = self._still = time.monotonic()
+        self._since = self._heard = self._still = time.monotonic()
         self._number = -1
         self._beat = self._processor = 0.0
 

@@ -262,7 +262,10 @@ def _restore_random_state(checkpoint: "Checkpoint", backend: "Backend") -> None:
 
 
 def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> list[Callable[[], Any]]:
-    """Loads all of ``parts``, or none. Returns what undoes it, part by part. Collective."""
+    """Loads all of ``parts``, or none; returns the functions that undo the load, one for each part.
+
+    Collective: every rank of the group must call this.
+    """
     from accel_state.collectives.objects import agree
 
     undo: list[Callable[[], Any]] = []
