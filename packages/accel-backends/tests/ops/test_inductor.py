@@ -31,7 +31,8 @@ def compiling() -> Iterator[None]:
         with (
             TemporaryDirectory() as folder,
             patch_environment(TORCHINDUCTOR_CACHE_DIR=folder),
-            torch._inductor.config.patch(compile_threads=1),
+            # Precompiled headers are kept in a folder of all processes, whatever the variable says.
+            torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False),
         ):
             yield
     finally:
