@@ -2,11 +2,14 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from accel_inference.prefetch.weights_map import OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict
+from accel_inference.weights import offload_folder
 from accel_inference.weights.offload_folder import (
     load_offloaded_weight,
     offload_state_dict,
@@ -55,8 +58,9 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_no_part(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_full_disk_leaves_no_weight(tmp_path):
-    (tmp_path / "weight.dat.tmp").symlink_to("/dev/full")
+def test_a_full_disk_leaves_no_weight(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload_folder.secrets, "token_hex", lambda count: "0")
+    (tmp_path / "weight.dat.0.tmp").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match="No space left"):
         offload_weight(torch.ones(10_000), "weight", tmp_path)
     assert not list(tmp_path.glob("weight*"))
@@ -96,3 +100,15 @@ def test_submodules_with_a_common_beginning_are_told_apart():
     state = {"a.1": 0, "a.10": 1, "a.2": 2, "a.1.b": 3}
     assert extract_submodules_state_dict(state, ["a.1"]) == {"a.1": 0, "a.1.b": 3}
     assert read_offload_index("/nowhere") == {}
+
+
+def test_processes_that_write_the_same_weights_at_once_leave_full_files(tmp_path):
+    program = (
+        "import sys, torch\n"
+        "from accel_inference import offload_state_dict\n"
+        "for _ in range(50): offload_state_dict(sys.argv[1], {'weight': torch.ones(50_000)})\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(2)]
+    assert [writer.wait(120) for writer in writers] == [0, 0]
+    assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["weight"], torch.ones(50_000))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "weight.dat"]

@@ -6,6 +6,7 @@ bytes; or the safetensors file that holds it, and its name and dtype there.
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -36,7 +37,7 @@ def offload_weight(
     """
     index = {} if index is None else index
     target = Path(offload_folder) / f"{weight_name}.dat"
-    staging = target.with_name(f"{target.name}.tmp")
+    staging = _staging(target)
     try:
         with staging.open("wb") as file:
             host = weight.detach().cpu().contiguous()
@@ -56,7 +57,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: Folder) -> None
     if not index:
         return
     target = Path(offload_folder) / INDEX
-    staging = target.with_name(f"{INDEX}.tmp")
+    staging = _staging(target)
     staging.write_text(json.dumps({**read_offload_index(offload_folder), **index}, indent=2))
     staging.replace(target)
 
@@ -87,6 +88,11 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> No
         offload_weight(weight, name, save_dir, index)
         written[key] = name
     save_offload_index(index, save_dir)
+
+
+def _staging(target: Path) -> Path:
+    """Path of a file that becomes ``target``, of no other process that writes into the folder at the same time."""
+    return target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _link(folder: Path, first: str, name: str) -> None:
