@@ -111,7 +111,12 @@ def unit_collectives(gather: Around, reduce: Around) -> tuple[Any, Any] | None:
 
 
 def unit_parameters(module: nn.Module) -> Iterable[Any]:
-    """Returns torch's ``FSDPParam`` of each parameter of an FSDP2 unit; none of another module.
+    """Returns torch's ``FSDPParam`` of each parameter of an FSDP2 unit; none of another module."""
+    return [entry for group in unit_groups(module) for entry in group.fsdp_params]
+
+
+def unit_groups(module: nn.Module) -> Iterable[Any]:
+    """Returns torch's ``FSDPParamGroup`` objects of an FSDP2 unit; none of another module.
 
     By ``_get_fsdp_state``, whose state has ``_fsdp_param_groups``, and before torch 2.13 one ``_fsdp_param_group``.
 
@@ -131,7 +136,7 @@ def unit_parameters(module: nn.Module) -> Iterable[Any]:
                 f"torch {torch.__version__} keeps the parameters of FSDP2 units elsewhere than torch 2.9 to 2.13; use "
                 "one of these, or strategy='ddp'"
             ) from None
-    return [entry for group in groups for entry in group.fsdp_params]
+    return groups
 
 
 def full_parameter(entry: Any) -> torch.Tensor | None:
