@@ -4,7 +4,8 @@ No other module of the package uses them; CI checks that. Attributes of the obje
 those backends compute with them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -110,13 +111,8 @@ def unit_collectives(gather: Around, reduce: Around) -> tuple[Any, Any] | None:
     return ExplainedAllGather(), ExplainedReduceScatter()
 
 
-def unit_parameters(module: nn.Module) -> Iterable[Any]:
-    """Returns torch's ``FSDPParam`` of each parameter of an FSDP2 unit; none of another module."""
-    return [entry for group in unit_groups(module) for entry in group.fsdp_params]
-
-
 def unit_groups(module: nn.Module) -> Iterable[Any]:
-    """Returns torch's ``FSDPParamGroup`` objects of an FSDP2 unit; none of another module.
+    """Returns torch's ``FSDPParamGroup``s of an FSDP2 unit; none of another module.
 
     By ``_get_fsdp_state``, whose state has ``_fsdp_param_groups``, and before torch 2.13 one ``_fsdp_param_group``.
 
@@ -137,6 +133,42 @@ def unit_groups(module: nn.Module) -> Iterable[Any]:
                 "one of these, or strategy='ddp'"
             ) from None
     return groups
+
+
+def unit_parameters(module: nn.Module) -> Iterable[Any]:
+    """Returns torch's ``FSDPParam`` of each parameter of an FSDP2 unit; none of another module."""
+    return [entry for group in unit_groups(module) for entry in group.fsdp_params]
+
+
+@contextmanager
+def replaced_all_gathers(root: nn.Module, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Context in which each all-gather of a sharded model is what ``replace`` makes of it.
+
+    Units keep it as ``_all_gather_comm``. An error resets the state of the iteration: torch would otherwise take the
+    next forward for a nested one, whose backward waits for no reduction.
+
+    Raises:
+        BackendError: an error occurred, and this torch cannot reset the state.
+    """
+    groups = [group for module in root.modules() for group in unit_groups(module)]
+    before = [group._all_gather_comm for group in groups]
+    for group, comm in zip(groups, before, strict=True):
+        group._all_gather_comm = replace(comm)
+    try:
+        yield
+    except Exception as error:
+        model: Any = root
+        if model._get_fsdp_state()._is_root is not None:  # otherwise no forward has begun
+            if not hasattr(model, "reset_iter_state"):
+                raise BackendError(
+                    f"a step of the sharded model failed ({error}), and torch {torch.__version__} cannot continue; "
+                    "torch 2.13 can: upgrade, or use strategy='ddp'"
+                ) from error
+            model.reset_iter_state()
+        raise
+    finally:
+        for group, comm in zip(groups, before, strict=True):
+            group._all_gather_comm = comm
 
 
 def full_parameter(entry: Any) -> torch.Tensor | None:
