@@ -48,7 +48,7 @@ def batched_power_sgd(state: Any, bucket: Any) -> "Future[torch.Tensor]":
     return done
 
 
-def future_devices(device: torch.device) -> list[torch.device]:
+def future_devices(device: torch.device) -> list[int | str | torch.device]:
     """Returns the devices that a future of a tensor has to know, so that readers on other streams wait for the value.
 
     CPUs have no streams, and torch refuses them.
