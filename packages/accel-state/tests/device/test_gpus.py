@@ -67,3 +67,14 @@ def test_cpu_lists_of_the_kernel_are_read(text, cpus):
 def test_other_lists_are_refused():
     with pytest.raises(ValueError, match="cannot read 'a'"):
         parse_cpu_list("1,a")
+
+
+@pytest.mark.parametrize(("count", "rank", "index"), [(1, 3, 0), (4, 3, 3), (0, 2, 2)])
+def test_a_rank_that_is_shown_one_gpu_has_its_first(
+    monkeypatch: pytest.MonkeyPatch, count: int, rank: int, index: int
+) -> None:
+    from accel_state.device import device
+    from accel_state.device.gpus import gpu_of
+
+    monkeypatch.setattr(device, "count_devices", lambda kind: count)
+    assert gpu_of(rank) == index

@@ -65,6 +65,13 @@ def check_cuda_fp8_capability() -> bool:
     return Device("cuda", torch.cuda.current_device()).supports(torch.float8_e4m3fn)
 
 
+def gpu_of(local_rank: int) -> int:
+    """Returns the index of a rank's GPU: its local rank, or 0 where a scheduler shows each rank one GPU."""
+    from accel_state.device.device import count_devices
+
+    return 0 if count_devices("cuda") == 1 else local_rank
+
+
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Binds this process to the CPUs next to its GPU, as Linux lists them; does nothing without CUDA or such a list.
 

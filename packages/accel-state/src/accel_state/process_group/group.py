@@ -107,9 +107,9 @@ def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) 
     device.load_collectives()
     device.set_current()
     if parse_flag(env, "ACCELERATE_CPU_AFFINITY"):
-        from accel_state.device.gpus import set_numa_affinity
+        from accel_state.device.gpus import gpu_of, set_numa_affinity
 
-        set_numa_affinity(topology.local_rank)
+        set_numa_affinity(gpu_of(topology.local_rank))
     if device.type == "cpu" and topology.local_world_size > 1 and not env.get("OMP_NUM_THREADS"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = max(1, cores // topology.local_world_size)

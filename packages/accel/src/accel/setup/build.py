@@ -143,10 +143,10 @@ def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_
 
 def keep_to_cores(topology: Topology, device_type: str) -> None:
     """Binds this process to the cores next to its GPU; without one, to its share of the available cores."""
-    from accel_state.device.gpus import set_numa_affinity
+    from accel_state.device.gpus import gpu_of, set_numa_affinity
 
     if device_type == "cuda":
-        set_numa_affinity(topology.local_rank)
+        set_numa_affinity(gpu_of(topology.local_rank))
     elif hasattr(os, "sched_setaffinity"):
         mine = cores_of(sorted(os.sched_getaffinity(0)), topology.local_rank, topology.local_world_size)
         os.sched_setaffinity(0, mine)
