@@ -35,7 +35,7 @@ def environment(extra: Mapping[str, str] = ON_CPU) -> dict[str, str]:
 
 
 # Other tests run the same commands; those of the other pages take one launch each.
-LONG = ("docs/planner.md", "docs/testing.md")
+LONG = ("docs/guides/planner.md", "docs/guides/testing.md")
 WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in commands_of(page))]
 
 
@@ -108,7 +108,7 @@ def test_the_example_runs_on_accelerators(tmp_path: Path) -> None:
 
 
 # Its commands need torch_xla; ``packages/accel/tests/test_xla_launch.py`` runs the script.
-RUN_ELSEWHERE = {("docs/xla.md", "xla_train.py")}
+RUN_ELSEWHERE = {("docs/guides/xla.md", "xla_train.py")}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -121,7 +121,7 @@ def test_every_file_that_a_page_shows_is_used_by_a_command(page: str) -> None:
 
 def test_there_is_something_to_run() -> None:
     assert len(WITH_PYTHON) > 5
-    assert "docs/launching.md" in WITH_COMMANDS
+    assert "docs/guides/launching.md" in WITH_COMMANDS
 
 
 MARKDOWN = sorted(

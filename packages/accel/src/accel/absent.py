@@ -2,7 +2,7 @@
 
 from typing import Any
 
-PAGE = "docs/differences.md"
+PAGE = "docs/reference/differences.md"
 """The page that lists all of these names, with reasons."""
 
 _LARGE = (

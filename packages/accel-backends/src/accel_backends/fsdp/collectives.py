@@ -1,13 +1,17 @@
-"""Collectives of FSDP2 units, whose errors name the ranks that did not take part."""
+"""Collectives of FSDP2 units: their errors name the ranks that did not take part; ranks may agree before them."""
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast, final
 
+from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from accel_backends.fsdp.unreduced_gradients import parameter_groups
 from accel_state.watchdog.decorator import active, explain, recorded
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Work
     from torch.distributed.fsdp import FSDPModule
 
@@ -41,6 +45,51 @@ class ExplainedReduceScatter(DefaultReduceScatter):
         """
         work: Work = _explained(super().__call__, _reduce, self, *args, **kwargs)
         return work
+
+
+@final
+class AgreedAllGather:
+    """All-gather of a unit that runs once ``agree`` has returned on all ranks; ``inner`` is the unit's own."""
+
+    def __init__(self, inner: Any, agree: Callable[[], None]) -> None:
+        self._inner, self._agree = inner, agree
+
+    def allocate(self, *args: Any, **kwargs: Any) -> "torch.Tensor":
+        """Allocates the output as the unit's own all-gather does."""
+        allocated: torch.Tensor = self._inner.allocate(*args, **kwargs)
+        return allocated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Work | None":
+        """Agrees, then all-gathers."""
+        self._agree()
+        work: Work | None = self._inner(*args, **kwargs)
+        return work
+
+
+@contextmanager
+def agreed_all_gathers(root: nn.Module, agree: Callable[[], None]) -> Iterator[None]:
+    """Context in which ``agree`` runs before each all-gather of a sharded model; an error resets the model's state.
+
+    torch would otherwise take the forward after a failed one for a nested one, whose backward waits for no reduction.
+    """
+    groups = [
+        group
+        for module in root.modules()
+        if (state := getattr(module, "_get_fsdp_state", None)) is not None
+        for group in parameter_groups(state())
+    ]
+    before = [group._all_gather_comm for group in groups]
+    for group, comm in zip(groups, before, strict=True):
+        group._all_gather_comm = AgreedAllGather(comm, agree)
+    try:
+        yield
+    except Exception:
+        if cast(Any, root)._get_fsdp_state()._is_root is not None:  # otherwise no forward has begun
+            cast(Any, root).reset_iter_state()
+        raise
+    finally:
+        for group, comm in zip(groups, before, strict=True):
+            group._all_gather_comm = comm
 
 
 def explain_collectives(units: Iterable["FSDPModule"]) -> None:
