@@ -1,6 +1,6 @@
 """Checkpoints read into a model, each weight once, to the device of its module or into the offload folder's index."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -62,11 +62,35 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
             "offload_8bit_bnb, broadcast_from_rank0 and full_state_dict=False are not served here; to load a model "
             "that is sharded over ranks, use Accelerator.load_model"
         )
+    load_weights(
+        model,
+        checkpoint_weights(checkpoint),
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        strict=strict,
+    )
+
+
+def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
+    model: nn.Module,
+    sources: Mapping[str, Weight],
+    *,
+    device_map: DeviceMap | None = None,
+    offload_folder: PathLike | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    strict: bool = False,
+    besides: Collection[str] = (),
+) -> None:
+    """Does what :func:`load_checkpoint_in_model` says with weights by name; the caller loads those in ``besides``."""
     ties = find_tied_parameters(model)
     _check_config(model, ties, device_map)
-    sources = checkpoint_weights(checkpoint)
     targets = _targets(model)
-    _compare(targets, sources, ties, strict=strict)
+    _compare(targets, sources, ties, strict=strict, besides=besides)
     plan = _plan(targets, sources, device_map, offload_buffers=offload_buffers)
     if any(step.device == "disk" for step in plan):
         if offload_folder is None:
@@ -113,14 +137,19 @@ def _check_config(model: nn.Module, ties: Sequence[Sequence[str]], device_map: D
 
 
 def _compare(
-    targets: Mapping[str, Tensor], sources: Mapping[str, Weight], ties: Sequence[Sequence[str]], *, strict: bool
+    targets: Mapping[str, Tensor],
+    sources: Mapping[str, Weight],
+    ties: Sequence[Sequence[str]],
+    *,
+    strict: bool,
+    besides: Collection[str],
 ) -> None:
     unknown = sorted(set(sources) - set(targets))
-    tied_to_present = {name for group in ties if any(member in sources for member in group) for name in group}
+    served = {*besides, *(name for group in ties if any(member in sources for member in group) for name in group)}
     missing = [
         name
         for name, tensor in targets.items()
-        if name not in sources and name not in tied_to_present and (tensor.is_meta or isinstance(tensor, nn.Parameter))
+        if name not in sources and name not in served and (tensor.is_meta or isinstance(tensor, nn.Parameter))
     ]
     if unknown or missing:
         texts = [f"the model lacks, and they were not used when it was loaded: {_some(unknown)}"] if unknown else []
