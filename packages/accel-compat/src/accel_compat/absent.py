@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 def _refuse(name: str) -> NoReturn:
     raise RuntimeError(
-        f"{name} of Accelerate has no counterpart in accel; the page docs/differences.md lists what to use instead"
+        f"{name} of Accelerate has no counterpart in accel; the page docs/reference/differences.md lists what to use instead"
     )
 
 

@@ -33,18 +33,6 @@ def is_compiled(module: Any) -> bool:
     return isinstance(module, OptimizedModule)
 
 
-def is_compiled_in_place(module: Any) -> bool:
-    """Whether ``module.compile()`` was called; torch keeps the compiled call in a private attribute."""
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def dcp_planner() -> Any:
-    """Planner that builds nested state dicts without a model; torch lacks a public one."""
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-
-    return _EmptyStateDictLoadPlanner()
-
-
 def sampler_length(sampler: Any) -> int | None:
     """Number of samples that a RandomSampler was told to draw, which torch has no public name for; None: all."""
     count: int | None = sampler._num_samples

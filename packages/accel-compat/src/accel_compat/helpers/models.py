@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_compat.private import is_compiled, is_compiled_in_place
+from accel_compat.private import is_compiled
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -15,7 +15,7 @@ def is_compiled_module(module: Any) -> bool:
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether blocks of this module are compiled."""
-    return any(one is not module and (is_compiled_module(one) or is_compiled_in_place(one)) for one in module.modules())
+    return any(one is not module and is_compiled_module(one) for one in module.modules())
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

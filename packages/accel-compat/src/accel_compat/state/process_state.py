@@ -66,7 +66,7 @@ class SharedPartialState(SharedAttributes):
         torch_device = session.device.torch
         if torch_device.type == "cpu" and session.use_distributed and device is None:
             torch_device = torch.device("cpu", 0)
-        self.device = torch_device
+        self.device = torch_device if device is None else torch.device(device)
 
     def __repr__(self) -> str:
         return (

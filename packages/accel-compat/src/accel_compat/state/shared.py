@@ -17,6 +17,9 @@ class SharedAttributes:
     def __init__(self) -> None:
         self.__dict__ = self._shared_state
 
+    def __reduce__(self) -> Any:
+        return _of_this_process, (type(self),)
+
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attrs:
             raise AttributeError(
@@ -24,3 +27,10 @@ class SharedAttributes:
                 "called and an `Accelerator` or `PartialState` was not reinitialized."
             )
         raise AttributeError(f"'{self._shown}' object has no attribute '{name}'")
+
+
+def _of_this_process(kind: type[SharedAttributes]) -> SharedAttributes:
+    """Returns the instance of another process's object here: the state is that of the process that reads it."""
+    made = object.__new__(kind)
+    SharedAttributes.__init__(made)
+    return made
