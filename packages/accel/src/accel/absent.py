@@ -9,7 +9,7 @@ _LARGE = (
     "pipelines of inference are not served; dispatch_model and load_checkpoint_and_dispatch serve models larger than "
     "memory"
 )
-_MEGATRON = "there is no Megatron-LM backend yet; strategy='fsdp' or 'deepspeed' shards models"
+_MEGATRON = "accel-megatron has MegatronLMPlugin, for strategy=; the loop is the ordinary one"
 _FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"
 _FP8 = 'mixed_precision="fp8" with AORecipeKwargs or TERecipeKwargs in kwargs_handlers does that here'
 _COMMANDS = "accel launch starts processes; accel launch --dry-run shows their environment"

@@ -243,7 +243,7 @@ def decode(image: bytes) -> RecordSnapshot:
 _OURS = frozenset(
     {
         *("accel", "accel_state", "accel_data", "accel_backends", "accel_ckpt", "accel_precision"),
-        *("accel_deepspeed", "accel_launch", "accel_observe", "accel_planner", "torch"),
+        *("accel_deepspeed", "accel_launch", "accel_megatron", "accel_observe", "accel_planner", "torch"),
     }
 )
 _THEIRS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", os.path.dirname(os.__file__) + os.sep)
