@@ -200,3 +200,12 @@ def wrap_checkpointed(block: nn.Module, *, offload: bool) -> nn.Module:
     if offload:
         wrapped = offload_wrapper(wrapped)
     return wrapped
+
+
+def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Adds parameters to those of a model that DDP, which reads them there, neither broadcasts nor reduces.
+
+    Without the attribute DDP broadcasts them, and reports what it cannot.
+    """
+    known: Any = model
+    known._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
