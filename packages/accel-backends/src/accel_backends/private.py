@@ -194,18 +194,10 @@ def wrap_checkpointed(block: nn.Module, *, offload: bool) -> nn.Module:
     return wrapped
 
 
-def ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> None:
-    """Excludes parameters of these names from the broadcasts and reductions of a DDP that wraps ``model`` later.
+def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Adds parameters to those of a model that DDP, which reads them there, neither broadcasts nor reduces.
 
-    By ``_set_params_and_buffers_to_ignore_for_model``, which replaces ``_ddp_params_and_buffers_to_ignore``.
-
-    Raises:
-        BackendError: this torch does not have it.
+    Without the attribute DDP broadcasts them, and reports what it cannot.
     """
-    ignore = getattr(nn.parallel.DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", None)
-    if ignore is None:
-        raise BackendError(
-            f"DDP of torch {torch.__version__} cannot leave out frozen quantized weights, as that of torch 2.9 to 2.13 "
-            "can; use one of these, or one process"
-        )
-    ignore(model, [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names])
+    known: Any = model
+    known._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]

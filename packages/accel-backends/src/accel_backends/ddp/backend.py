@@ -22,7 +22,7 @@ from accel_backends.ddp.gradients import DDPGradients
 from accel_backends.ddp.reduction import Reduction
 from accel_backends.ddp.states import DDPStates
 from accel_backends.ops.fqn import named_parameters
-from accel_backends.private import ignore_in_ddp
+from accel_backends.private import leave_out_of_ddp
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.policy import dtype_name
 from accel_state.errors import ConfigError, PrepareError
@@ -129,7 +129,7 @@ def _leave_out_quantized(model: nn.Module) -> None:
         if not parameter.requires_grad and hasattr(type(parameter), "__tensor_flatten__")
     ]
     if found:
-        ignore_in_ddp(model, found)
+        leave_out_of_ddp(model, found)
 
 
 @contextmanager
