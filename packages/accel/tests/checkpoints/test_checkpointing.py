@@ -865,7 +865,7 @@ def test_a_folder_of_accelerate_is_named_with_what_can_be_loaded_from_it(
     for given in (folder, None):
         with pytest.raises(CheckpointError) as caught:
             accelerator.load_state(given)
-        for part in ("Accelerate wrote it", words, "docs/checkpoints.md"):
+        for part in ("Accelerate wrote it", words, "docs/guides/checkpoints.md"):
             assert part in str(caught.value)
     if weights.endswith(".safetensors"):
         accelerator.load_model(prepared, folder)

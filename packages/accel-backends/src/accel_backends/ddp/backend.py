@@ -68,6 +68,7 @@ class DDPBackend(ModuleBackend):
             from accel_backends.ddp.sync_batch_norm import convert_sync_batch_norm
 
             model = convert_sync_batch_norm(model, self.session.group)
+        _leave_out_quantized(model)
         device_ids = None if self.device.type == "cpu" else [self.device]
         wrapped = DistributedDataParallel(
             model, device_ids=device_ids, process_group=self.session.group, **config.arguments()
@@ -114,6 +115,22 @@ class DDPBackend(ModuleBackend):
                 f"{hook_name(config.comm_hook)!r} in another way; give one of them"
             )
         wrapped.register_comm_hook(self.session.group, reduce_in(wanted))
+
+
+def _leave_out_quantized(model: nn.Module) -> None:
+    """Tells DDP not to broadcast frozen weights that are several tensors behind one, as those of torchao are.
+
+    A broadcast flattens each tensor, which these do not permit; every rank has loaded the same. torch has no public
+    name for it.
+    """
+    found = [
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and hasattr(type(parameter), "__tensor_flatten__")
+    ]
+    if found:
+        known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *found])
 
 
 @contextmanager

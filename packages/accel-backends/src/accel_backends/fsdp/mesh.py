@@ -1,6 +1,6 @@
 """Device mesh that models are sharded over."""
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
@@ -62,11 +62,10 @@ class ShardingMesh:
     def _ensure_group(self) -> None:
         """Opens a process group of one process if there is none, because torch shards over process groups only."""
         import torch.distributed as dist
-        from torch._C._distributed_c10d import HashStore
 
         if not dist.is_initialized():
             backend = self._session.device.collective_backend
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=cast(Any, dist).HashStore(), rank=0, world_size=1)
             self._owns_group = True
 
 
