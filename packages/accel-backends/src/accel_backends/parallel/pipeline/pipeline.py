@@ -16,6 +16,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from accel_backends.parallel.pipeline.schedules import ScheduleKind
 from accel_backends.parallel.pipeline.stages import Feed, Stage
 
+_FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F"})
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,17 @@ class Pipeline:
             loss_fn=_as_computed if backward else None,
             scale_grads=False,
         )
+        if several and not backward:
+            _leave_out_backwards(schedule)
         self._schedules[backward] = key, schedule
         return schedule
+
+
+def _leave_out_backwards(schedule: Any) -> None:
+    """Leaves the forwards of a schedule; torch computes no backward without a loss, but stages on a V look for one."""
+    orders = schedule.pipeline_order_with_comms
+    for rank, actions in orders.items():
+        orders[rank] = [one for one in actions if one.computation_type.name in _FORWARD]
 
 
 def _as_computed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
