@@ -5,7 +5,17 @@ import torch
 
 from accel_state.errors import BackendError, ConfigError, PrepareError
 
-from .pipelines import Texts, accelerator_of, distance, llama, loader, next_token_loss, optimizer_of, train_plainly
+from .pipelines import (
+    Texts,
+    accelerator_of,
+    distance,
+    gpt2,
+    llama,
+    loader,
+    next_token_loss,
+    optimizer_of,
+    train_plainly,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,7 +71,7 @@ def test_a_loss_of_the_user_trains(rank):
 
     accelerator = accelerator_of({"pp_size": 2}, {"loss_fn": loss_fn})
     model, expected = llama().double(), llama().double()
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    model, _ = accelerator.prepare(model, optimizer_of(model))
     tokens = Texts().tokens[:4]
     loss = model(input_ids=tokens, labels=tokens, factor=2.0).loss
     accelerator.backward(loss / 2)
@@ -104,7 +114,7 @@ def test_calls_that_cannot_be_exact_are_refused(rank):
     ):
         model(**batch_of(6))
     batch = batch_of(4)
-    with pytest.raises(BackendError, match="in training without labels; .*pass labels, or give the loss to"):
+    with pytest.raises(BackendError, match=r"in training without labels; .*pass labels, or give the loss to"):
         model(batch["input_ids"])
     output = model(**batch)
     with pytest.raises(BackendError, match=r"outputs.logits of a model that trains in a pipeline: .*loss_fn="):
@@ -142,4 +152,31 @@ def test_the_degree_selects_the_backend_and_explain_describes_it(rank):
     text = str(accelerator.explain())
     assert "backend pipeline: it serves the axes pp; pipeline of 2 stages, schedule 1f1b, 2 micro-batches" in text
     assert accelerator.data_shard.count == 1
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_weights_of_losses_count(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {}, gradient_accumulation_steps=2)
+    model, expected = gpt2().double(), gpt2().double()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    batches, weights = list(loader())[:2], (5.0, 3.0)
+    for batch, weight in zip(batches, weights, strict=True):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss * weight, weight=weight)
+        (expected(**batch).loss * weight / sum(weights)).backward()
+    found = accelerator.full_gradients(model)
+    wanted = dict(expected.named_parameters())
+    assert max(distance(found[name], one.grad) for name, one in wanted.items()) <= 1e-10
+    optimizer.step()
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_is_prepared_for_inference_only(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {})
+    model, expected = accelerator.prepare_model(llama().double(), evaluation_mode=True), llama().double()
+    batch = batch_of(4)
+    with torch.no_grad():
+        assert distance(model(**batch).logits, expected(**batch).logits) <= 1e-10
     accelerator.end_training()
