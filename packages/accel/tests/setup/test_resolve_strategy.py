@@ -124,8 +124,8 @@ def test_options_of_a_handler_reach_the_backend_that_they_are_for() -> None:
         ({"deepspeed_plugins": {}}, "deepspeed_plugins is empty"),
         ({"degrees": ParallelismConfig(cp_size=2)}, "cp_size=2: backend 'ddp' .*; nearest: dp_replicate_size=2"),
         (
-            {"degrees": ParallelismConfig(pp_size=2)},
-            r"pp_size=2: backend 'ddp' .*; nearest: (dp_replicate_size=2|strategy='meg)",
+            {"strategy": "ddp", "degrees": ParallelismConfig(pp_size=2)},
+            "pp_size=2: backend 'ddp' .*; nearest: strategy='pipeline'",
         ),
         ({"degrees": ParallelismConfig(tp_size=2)}, "tp_size=2: backend 'ddp' .*; nearest: strategy='deepspeed'"),
         (
