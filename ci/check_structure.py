@@ -24,6 +24,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "accel": (5, 31),
     "accel_backends": (5, 25),
     "accel_ckpt": (6, 23),
+    "accel_compat": (8, 25),
     "accel_data": (8, 51),
     "accel_deepspeed": (4, 24),
     "accel_inference": (5, 13),

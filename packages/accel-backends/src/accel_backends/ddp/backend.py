@@ -22,6 +22,7 @@ from accel_backends.ddp.gradients import DDPGradients
 from accel_backends.ddp.reduction import Reduction
 from accel_backends.ddp.states import DDPStates
 from accel_backends.ops.fqn import named_parameters
+from accel_backends.private import ignore_in_ddp
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.policy import dtype_name
 from accel_state.errors import ConfigError, PrepareError
@@ -118,10 +119,9 @@ class DDPBackend(ModuleBackend):
 
 
 def _leave_out_quantized(model: nn.Module) -> None:
-    """Tells DDP not to broadcast frozen weights that are several tensors behind one, as those of torchao are.
+    """Excludes frozen weights that consist of several tensors, as those of torchao, from DDP's broadcast.
 
-    A broadcast flattens each tensor, which these do not permit; every rank has loaded the same. torch has no public
-    name for it.
+    A broadcast flattens each tensor, which these do not permit; every rank has loaded the same.
     """
     found = [
         name
@@ -129,8 +129,7 @@ def _leave_out_quantized(model: nn.Module) -> None:
         if not parameter.requires_grad and hasattr(type(parameter), "__tensor_flatten__")
     ]
     if found:
-        known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *found])
+        ignore_in_ddp(model, found)
 
 
 @contextmanager
