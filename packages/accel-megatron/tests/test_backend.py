@@ -1,6 +1,9 @@
 """The ordinary loop with Megatron-LM equals one process. On CPU ranks, under the tests' stand-in for CUDA."""
 
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +67,47 @@ def test_two_replicas_train_as_one_process(rank, sharded):
     assert_trains_as_one_process(
         rank, "llama", use_distributed_optimizer=sharded, optimizer="adamw" if sharded else "sgd", accumulation=2
     )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["tp_degree", "pp_degree"])
+def test_evaluation_returns_loss_and_logits_on_every_rank(rank, axis):
+    import torch
+    from loops import accelerator, make_model, samples
+
+    with accelerator(**{axis: 2}) as one, torch.no_grad():
+        batch = samples(0, 0)
+        expected = make_model("gpt2").eval()(**batch)
+        found = one.prepare(make_model("gpt2")).eval()(**batch)
+        assert float(found.loss) == pytest.approx(float(expected.loss), abs=1e-5)
+        kept = batch["attention_mask"] == 1
+        assert torch.allclose(found.logits[kept], expected.logits[kept], atol=1e-5)
+
+
+LAUNCHED = """
+import sys
+sys.path.insert(0, {folder!r})
+from cuda_on_cpu import cuda_on_cpu
+from loops import make_model, optimizer_of, samples
+
+with cuda_on_cpu():
+    from accel import Accelerator
+
+    accelerator = Accelerator()
+    model = make_model("llama")
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.backward(model(**samples(0, 0)).loss)
+    optimizer.step()
+    config = accelerator.backend.config
+    accelerator.print("trained", accelerator.backend.name, config.pp_degree, config.num_micro_batches)
+    accelerator.end_training()
+"""
+
+
+def test_flags_of_accel_launch_reach_the_backend(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED.format(folder=str(Path(__file__).parent)))
+    flags = ["--use_megatron_lm", "--megatron_lm_pp_degree", "2", "--megatron_lm_num_micro_batches", "2"]
+    command = [sys.executable, "-m", "accel", "launch", "--cpu", "--num_processes", "2", *flags, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert "trained megatron 2 2" in done.stdout, done.stderr

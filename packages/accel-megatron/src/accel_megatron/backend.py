@@ -94,7 +94,9 @@ class MegatronBackend(ModuleBackend):
             broadcast(list(state.values()), group=self.session.group)
         dtype = self.policy.params or next(iter(state.values())).dtype
         trained = {name: p.requires_grad for name, p in named_parameters(source).items()}
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        devices = [self.device] if self.device.type == "cuda" else []
+        # Megatron-LM's wrapper follows the graph of each parameter, also if the caller has turned gradients off.
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
             from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
