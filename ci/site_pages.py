@@ -118,8 +118,7 @@ def api_page(package: str) -> str:
             continue
         own = [export for export in listed if origin(export)[0].split(".")[0] == package]
         full = [export for export in own if origin(export) not in shown]
-        if path != package:
-            lines += [f"## {path}", ""]
+        lines += [f"## {path}", ""]
         for export in full:
             module, name = origin(export)
             shown.add((module, name))
