@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,11 +104,24 @@ def test_parameters_of_a_unit_are_found_with_their_collectives():
     assert shard.shape == (4, 4)
 
 
-def test_a_torch_that_keeps_units_elsewhere_is_named():
-    class Unit(nn.Module):
-        def _get_fsdp_state(self):
-            return object()
+class Unit(nn.Module):
+    """A unit with the attributes that a version of torch gives its state."""
 
+    def __init__(self, **state):
+        super().__init__()
+        self.state = SimpleNamespace(**state)
+
+    def _get_fsdp_state(self):
+        return self.state
+
+
+def test_groups_of_parameters_are_found_in_torch_before_and_since_2_13():
+    assert list(private.unit_groups(Unit(_fsdp_param_groups=[1, 2]))) == [1, 2]
+    assert list(private.unit_groups(Unit(_fsdp_param_group=1))) == [1]
+    assert list(private.unit_groups(Unit(_fsdp_param_group=None))) == []
+
+
+def test_a_torch_that_keeps_units_elsewhere_is_named():
     with pytest.raises(BackendError, match=r"torch 2\.9 to 2\.13"):
         private.unit_parameters(Unit())
 

@@ -200,3 +200,20 @@ def wrap_checkpointed(block: nn.Module, *, offload: bool) -> nn.Module:
     if offload:
         wrapped = offload_wrapper(wrapped)
     return wrapped
+
+
+def ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Excludes parameters of these names from the broadcasts and reductions of a DDP that wraps ``model`` later.
+
+    By ``_set_params_and_buffers_to_ignore_for_model``, which replaces ``_ddp_params_and_buffers_to_ignore``.
+
+    Raises:
+        BackendError: this torch does not have it.
+    """
+    ignore = getattr(nn.parallel.DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", None)
+    if ignore is None:
+        raise BackendError(
+            f"DDP of torch {torch.__version__} cannot leave out frozen quantized weights, as that of torch 2.9 to 2.13 "
+            "can; use one of these, or one process"
+        )
+    ignore(model, [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names])
