@@ -256,17 +256,6 @@ class FSDPBackend(ModuleBackend):
         """Context in which backward reduces the accumulated gradients."""
         return self._synchronising(model, enable=True)
 
-    def trial(self, model: nn.Module, agree: Callable[[], None]) -> AbstractContextManager[Any]:
-        """Context of a step that may fail on some ranks: they agree before each all-gather of a unit."""
-        root = innermost(model)
-        if root not in self._sharded:
-            return NOTHING
-        if not hasattr(root, "reset_iter_state"):  # torch before 2.13
-            return super().trial(model, agree)
-        from accel_backends.fsdp.collectives import agreed_all_gathers
-
-        return agreed_all_gathers(root, agree)
-
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps on the shards, after freeing the full parameters that a forward without backward has left.
 
