@@ -1,4 +1,4 @@
-"""Hook of mkdocs that adds the generated pages of ``ci/site_pages.py`` to the site."""
+"""Hooks of mkdocs: generated pages of ``ci/site_pages.py``, and the name that the theme's search dialog lacks."""
 
 import sys
 from pathlib import Path
@@ -16,3 +16,8 @@ def on_files(files: Files, config: Any) -> Files:
     for path, text in site_pages.pages().items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Names the search dialog for screen readers."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')

@@ -68,24 +68,41 @@ def exported() -> Mapping[str, list[Export]]:
     return {path: exports_of(path, file) for path, file in stubs().items()}
 
 
+def module_file(module: str) -> Path | None:
+    """The file that lists or defines the names of a module; None of a module of others."""
+    parts = module.split(".")
+    for base in SOURCES:
+        stem = base.joinpath(*parts)
+        for file in (stem / "__init__.pyi", stem / "__init__.py", stem.with_suffix(".py")):
+            if file.exists():
+                return file
+    return None
+
+
 @cache
 def imported(module: str) -> Mapping[str, tuple[str, str]]:
     """The names that a module takes from others: by name, the module and the name there; none of a module of others."""
-    parts = module.split(".")
-    for base in SOURCES:
-        for file in (
-            base.joinpath(*parts, "__init__.pyi"),
-            base.joinpath(*parts, "__init__.py"),
-            base.joinpath(*parts).with_suffix(".py"),
+    file = module_file(module)
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in (statements(file) if file else ())
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    }
+
+
+def is_written(module: str, name: str) -> bool:
+    """Whether a module defines a name in its text; otherwise it makes the name while it runs, without an entry."""
+    file = module_file(module)
+    for node in statements(file) if file else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if any(
+            isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store) and part.id == name
+            for part in ast.walk(node)
         ):
-            if file.exists():
-                return {
-                    alias.asname or alias.name: (node.module, alias.name)
-                    for node in statements(file)
-                    if isinstance(node, ast.ImportFrom) and node.module and not node.level
-                    for alias in node.names
-                }
-    return {}
+            return True
+    return False
 
 
 def origin(export: Export) -> tuple[str, str]:
@@ -117,9 +134,8 @@ def api_page(package: str) -> str:
         if path.split(".")[0] != package or not listed:
             continue
         own = [export for export in listed if origin(export)[0].split(".")[0] == package]
-        full = [export for export in own if origin(export) not in shown]
-        if path != package:
-            lines += [f"## {path}", ""]
+        full = [export for export in own if origin(export) not in shown and is_written(*origin(export))]
+        lines += [f"## {path}", ""]
         for export in full:
             module, name = origin(export)
             shown.add((module, name))
@@ -134,6 +150,8 @@ def api_page(package: str) -> str:
 def link(export: Export) -> str:
     """A row of a table that leads to the full entry of a name."""
     module, name = origin(export)
+    if not is_written(module, name):
+        return f"| `{export.name}` | made by `{module}` when it is asked for |"
     return f"| `{export.name}` | [{module.split('.')[0]}][{module}.{name}] |"
 
 

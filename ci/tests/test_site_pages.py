@@ -47,7 +47,7 @@ def test_every_public_name_of_a_package_has_an_entry(package: str) -> None:
     assert names, "the package exports nothing"
     for name in names:
         module, original = origin(exports[name])
-        assert f"::: {module}.{original}\n" in page or f"[{module}.{original}]" in page, name
+        assert f"::: {module}.{original}\n" in page or f"| `{name}` | " in page, name
 
 
 def test_every_recorded_name_is_exported() -> None:
