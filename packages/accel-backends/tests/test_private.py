@@ -144,3 +144,10 @@ def test_a_torch_without_the_wrappers_is_refused_with_what_works(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", None)
     with pytest.raises(BackendError, match="leave activation_checkpointing out"):
         private.wrap_checkpointed(nn.Linear(1, 1), offload=False)
+
+
+def test_ddp_finds_the_parameters_that_it_leaves_out():
+    model = nn.Linear(2, 2)
+    private.leave_out_of_ddp(model, ["weight"])
+    private.leave_out_of_ddp(model, ["bias"])
+    assert model._ddp_params_and_buffers_to_ignore == ["weight", "bias"]

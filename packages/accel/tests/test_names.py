@@ -110,7 +110,7 @@ def test_naming_accelerator_makes_few_objects() -> None:
     [
         ("from accel import prepare_pippy", "load_checkpoint_and_dispatch"),
         ("from accel.utils import is_port_in_use", "nothing to do with training"),
-        ("from accel.utils import MegatronLMPlugin", "fsdp"),
+        ("from accel.utils import MegatronLMPlugin", "accel-megatron"),
     ],
 )
 def test_importing_a_name_that_only_accelerate_has_says_what_works_instead(statement: str, instead: str) -> None:

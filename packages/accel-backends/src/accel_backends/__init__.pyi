@@ -39,6 +39,8 @@ from accel_backends.ops.state_dicts import load_model_state as load_model_state
 from accel_backends.ops.state_dicts import load_optimizer_state as load_optimizer_state
 from accel_backends.ops.state_dicts import model_state as model_state
 from accel_backends.ops.state_dicts import optimizer_state as optimizer_state
+from accel_backends.pipeline.backend import PipelineBackend as PipelineBackend
+from accel_backends.pipeline.config import PipelineParallelConfig as PipelineParallelConfig
 from accel_backends.roles.gradients import ReplicatedGradients as ReplicatedGradients
 from accel_backends.roles.layout import ReplicatedLayout as ReplicatedLayout
 from accel_backends.roles.states import ReplicatedStates as ReplicatedStates

@@ -145,10 +145,7 @@ def replaced_all_gathers(root: nn.Module, replace: Callable[[Any], Any]) -> Iter
     """Context in which each all-gather of a sharded model is what ``replace`` makes of it.
 
     Units keep it as ``_all_gather_comm``. An error resets the state of the iteration: torch would otherwise take the
-    next forward for a nested one, whose backward waits for no reduction.
-
-    Raises:
-        BackendError: an error occurred, and this torch cannot reset the state.
+    next forward for a nested one, whose backward waits for no reduction. Needs torch 2.13, ``reset_iter_state``.
     """
     groups = [group for module in root.modules() for group in unit_groups(module)]
     before = [group._all_gather_comm for group in groups]
@@ -156,14 +153,9 @@ def replaced_all_gathers(root: nn.Module, replace: Callable[[Any], Any]) -> Iter
         group._all_gather_comm = replace(comm)
     try:
         yield
-    except Exception as error:
+    except Exception:
         model: Any = root
         if model._get_fsdp_state()._is_root is not None:  # otherwise no forward has begun
-            if not hasattr(model, "reset_iter_state"):
-                raise BackendError(
-                    f"a step of the sharded model failed ({error}), and torch {torch.__version__} cannot continue; "
-                    "torch 2.13 can: upgrade, or use strategy='ddp'"
-                ) from error
             model.reset_iter_state()
         raise
     finally:
@@ -200,3 +192,12 @@ def wrap_checkpointed(block: nn.Module, *, offload: bool) -> nn.Module:
     if offload:
         wrapped = offload_wrapper(wrapped)
     return wrapped
+
+
+def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Adds parameters to those of a model that DDP, which reads them there, neither broadcasts nor reduces.
+
+    Without the attribute DDP broadcasts them, and reports what it cannot.
+    """
+    known: Any = model
+    known._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from accel_backends.core.bundle import Bundle
 from accel_backends.core.capabilities import Capabilities
 from accel_backends.core.config import BackendConfig
-from accel_backends.core.lost_step import lost_if_failed
 from accel_backends.core.ownership import Ownership
 from accel_backends.core.run import Run
 from accel_backends.ops.backward import ScaledBackward, explain
@@ -141,17 +140,6 @@ class Backend(ABC):
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Context in which backward reduces gradients although forward ran under ``no_sync``. Default: no reduction."""
         return NOTHING
-
-    def trial(self, model: nn.Module, agree: Callable[[], None]) -> AbstractContextManager[Any]:
-        """Context, within ``no_sync``, of a forward and backward of ``model`` that may fail on some ranks.
-
-        ``agree`` is called before each collective, and raises if a rank has failed. Default: models that are not
-        sharded have no collectives there; a failure of one that is sharded cannot be recovered from.
-
-        Raises:
-            LostStepError: the model is sharded, and the step failed; other ranks may wait in a collective.
-        """
-        return lost_if_failed(self.name) if self.capabilities.sharded else NOTHING
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
         """Computes the gradients of ``scale`` times ``loss``, times the loss scale of fp16.

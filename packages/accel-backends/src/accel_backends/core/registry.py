@@ -15,6 +15,7 @@ OWN = {
     "ddp": ("accel_backends.ddp.backend", "DDPBackend"),
     "fsdp": ("accel_backends.fsdp.backend", "FSDPBackend"),
     "fsdp1": ("accel_backends.fsdp1.backend", "FSDP1Backend"),
+    "pipeline": ("accel_backends.pipeline.backend", "PipelineBackend"),
     "xla": ("accel_backends.xla.backend", "XLABackend"),
 }
 

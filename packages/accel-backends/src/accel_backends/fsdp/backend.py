@@ -170,7 +170,9 @@ class FSDPBackend(ModuleBackend):
 
             explain_collectives([cast("FSDPModule", root), *sharded.units])
         backend = self.session.device.collective_backend
-        sharded.follower = follow(root, sharded.units, self.converter(), collective_backend=backend)
+        sharded.follower = follow(
+            root, sharded.units, self.converter(), collective_backend=backend, device_type=self.device.type
+        )
         self._sharded[root] = sharded
         replace_parameters(given, named_parameters(root), kind)
         refuse_copies([root, *cast("list[nn.Module]", sharded.units)], kind, self.name)
@@ -253,17 +255,6 @@ class FSDPBackend(ModuleBackend):
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Context in which backward reduces the accumulated gradients."""
         return self._synchronising(model, enable=True)
-
-    def trial(self, model: nn.Module, agree: Callable[[], None]) -> AbstractContextManager[Any]:
-        """Context of a step that may fail on some ranks: they agree before each all-gather of a unit."""
-        root = innermost(model)
-        if root not in self._sharded:
-            return NOTHING
-        if not hasattr(root, "reset_iter_state"):  # torch before 2.13
-            return super().trial(model, agree)
-        from accel_backends.fsdp.collectives import agreed_all_gathers
-
-        return agreed_all_gathers(root, agree)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps on the shards, after freeing the full parameters that a forward without backward has left.

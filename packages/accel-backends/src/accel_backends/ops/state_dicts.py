@@ -31,11 +31,16 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def with_aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a ``model_state`` with tied tensors under all their names, as in a bare module's ``state_dict``."""
+    """Returns a ``model_state`` with tied tensors under all their names, as in a bare module's ``state_dict``.
+
+    Names that the model does not have (modules of other ranks) are kept.
+    """
     model = innermost(model)
     stored, prefixes = first_names(model), raw_prefixes(model)
     names = {_plain_name(raw, prefixes): _stored_name(raw, stored, prefixes) for raw in model.state_dict()}
-    return {name: state[kept] for name, kept in names.items() if kept in state}
+    here = set(names.values())
+    others = {name: value for name, value in state.items() if name not in here}
+    return {name: state[kept] for name, kept in names.items() if kept in state} | others
 
 
 def names_stored(model: nn.Module) -> dict[str, str]:

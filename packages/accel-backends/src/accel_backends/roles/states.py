@@ -52,6 +52,13 @@ class ReplicatedStates:
         """
         load_model_state(model, state, strict=strict)
 
+    def elsewhere(self, model: nn.Module) -> frozenset[str]:
+        """Names of the model's tensors that are on other ranks only, so that ``model`` does not return them.
+
+        Default: none.
+        """
+        return frozenset()
+
     def full_model(self, model: nn.Module, *, main_only: bool | None = None) -> dict[str, Any]:
         """Returns the model's state dict with full tensors. Collective: every rank of the group must call this.
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from accel_inference.hooks.hook import ModelHook, add_hook_to_module
 
-_CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+CAST_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+"""Layers of which the weights are cast."""
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -58,7 +59,7 @@ def _layers(
 ) -> Iterator[nn.Module]:
     if isinstance(module, skipped) or any(re.search(pattern, name) for pattern in patterns):
         return
-    if isinstance(module, _CAST):
+    if isinstance(module, CAST_LAYERS):
         yield module
         return
     for child_name, child in module.named_children():

@@ -15,7 +15,7 @@ _WAYS = {
     "FSDP, which shards parameters, gradients and optimizer states": "use_fsdp",
     "DeepSpeed": "use_deepspeed",
 }
-_NOT_OFFERED = {"use_megatron_lm": False}  # there is no such backend yet, but a file of Accelerate's may request it
+_NOT_OFFERED = {"use_megatron_lm": False}  # needs accel-megatron and a GPU; a file or a flag may request it
 _FOUND = "accelerators of this machine"  # key among the answers that is not a setting
 _WHERE = {"accelerators, where there are any": None, "the CPU, whatever there is": "cpu", "TPUs": "tpu"}
 

@@ -62,6 +62,7 @@ def open_default_group(
     patience = _LONGEST_RENDEZVOUS if timeout is None else min(timeout, _LONGEST_RENDEZVOUS)
     prepare_process(topology, device, env)
     backend = choose_backend(device, backend)
+    timeout = _own_timeout(backend) if timeout is None else timeout
     store = connect(topology, init_method=init_method, timeout=patience, env=env)
     try:
         dist.init_process_group(
@@ -83,6 +84,16 @@ def open_default_group(
     group = default_group()
     assert group is not None
     return group
+
+
+def _own_timeout(backend: str) -> timedelta | None:
+    """Returns NCCL's timeout for a backend with NCCL, to which torch gives gloo's; otherwise None: torch's own."""
+    if "nccl" not in backend:
+        return None
+    from torch.distributed import constants
+
+    found = constants.default_pg_nccl_timeout
+    return timedelta(minutes=10) if found is None else found
 
 
 def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) -> None:

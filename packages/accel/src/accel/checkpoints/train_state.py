@@ -55,7 +55,9 @@ class ModelState:
 
     def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
-        return check_model(name, own, names_stored(self.model), saved, strict=self.strict)
+        others = self.backend.states.elsewhere(self.model)
+        here = {key: value for key, value in saved.items() if key not in others}
+        return check_model(name, own, names_stored(self.model), here, strict=self.strict)
 
 
 @final

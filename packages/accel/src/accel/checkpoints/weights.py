@@ -65,7 +65,8 @@ class Weights:
         from accel_ckpt import export_model
 
         _refuse_pickle(safe_serialization, "torch.save(accelerator.get_state_dict(model), path)")
-        state = self.get_state_dict(model, unwrap=True, sharded=True)
+        in_parts = bool(self._strategy.backend.states.elsewhere(model))
+        state = self.get_state_dict(model, unwrap=True, sharded=not in_parts)
         return export_model(state, save_directory, max_shard_size, group=self._strategy.session.live_group())
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, strict: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_backends.core.lost_step import LostStepError
+from accel_backends.roles.lost_step import LostStepError
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _try_step(
         try:
             with ExitStack() as trials:
                 for model in models:
-                    trials.enter_context(backend.trial(model, go_on))
+                    trials.enter_context(backend.gradients.trial(model, go_on))
                 backend.backward(compute(batch))
         except LostStepError:
             raise

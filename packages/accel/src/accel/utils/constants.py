@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from accel_inference.hooks.layerwise_casting import CAST_LAYERS
+
 SCALER_NAME: Final = "scaler.pt"
 MODEL_NAME: Final = "pytorch_model"
 SAFE_MODEL_NAME: Final = "model"
@@ -80,13 +82,4 @@ TORCH_DISTRIBUTED_OPERATION_TYPES: Final = (
     "MULTI_HPU",
     "MULTI_NEURON",
 )
-# Layers in torch.nn whose weights stay in float32 while the rest of a model is cast.
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: Final = (
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "ConvTranspose1d",
-    "ConvTranspose2d",
-    "ConvTranspose3d",
-    "Linear",
-)
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: Final = CAST_LAYERS

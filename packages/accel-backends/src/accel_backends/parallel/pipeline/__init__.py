@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of a model, and the schedules that run them."""

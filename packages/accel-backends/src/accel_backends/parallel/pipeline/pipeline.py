@@ -1,0 +1,116 @@
+"""Pipeline parallelism: consecutive blocks of a model are on different ranks of one mesh axis.
+
+Micro-batches flow through the stages by a schedule of ``torch.distributed.pipelining``. torch splits what it is given
+along its first dim, and cannot know which tensors have a row for each sample; here it is given the numbers of the
+micro-batches, by which the stages find their inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from accel_backends.parallel.pipeline.schedules import ScheduleKind
+from accel_backends.parallel.pipeline.stages import Feed, Stage
+
+_FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F"})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Where the stages of a pipeline are: ``held`` by this rank, ``num_stages`` on all ranks of ``group``."""
+
+    held: Sequence[int]
+    num_stages: int
+    group: dist.ProcessGroup
+    kind: ScheduleKind
+    device: torch.device
+
+    @property
+    def last_rank(self) -> int:
+        """Rank in ``group`` of the last stage."""
+        return 0 if self.kind.v_shaped else dist.get_world_size(self.group) - 1
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.num_stages - 1 in self.held
+
+
+@final
+class Pipeline:
+    """The stages of one rank, and the schedules that run them together with those of the other ranks.
+
+    Args:
+        stages: stages of this rank.
+        plan: where all stages are.
+    """
+
+    def __init__(self, stages: Sequence[Stage], plan: StagePlan) -> None:
+        self.stages, self.plan = stages, plan
+        # By whether there is a backward: the shape of the micro-batches, and the schedule with buffers of that shape.
+        self._schedules: dict[bool, tuple[object, Any]] = {}
+
+    def run(self, feed: Feed, *, backward: bool) -> None:
+        """Computes the forwards of all micro-batches, and with ``backward`` the gradients of the sum of their losses.
+
+        Gradients are added to those that are there.
+
+        Collective: every rank of the group must call this.
+        """
+        for stage in self.stages:
+            stage.feed = feed
+        schedule = self._schedule(feed, backward)
+        numbers = torch.arange(len(feed.inputs))
+        given = (numbers,) if any(stage.first for stage in self.stages) else ()
+        target = numbers if backward and self.plan.has_last else None
+        try:
+            with torch.set_grad_enabled(backward):
+                schedule.step(*given, target=target, return_outputs=False, number=numbers)
+        except BaseException:
+            self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
+            raise
+        finally:
+            for stage in self.stages:
+                stage.feed = None
+
+    def _schedule(self, feed: Feed, backward: bool) -> Any:
+        """The schedule of the last run if shapes are the same, because its buffers have these shapes."""
+        key = (len(feed.inputs), feed.shape)
+        known = self._schedules.get(backward)
+        if known is not None and known[0] == key:
+            return known[1]
+        plan = self.plan
+        parts = []
+        for stage, index in zip(self.stages, plan.held, strict=True):
+            examples: dict[str, Any] = stage.example_tensors(feed.shape, backward=backward)
+            parts.append(PipelineStage(stage, index, plan.num_stages, plan.device, group=plan.group, **examples))
+        several = plan.num_stages > dist.get_world_size(plan.group)
+        made_by: type[Any] = plan.kind.made_by if backward or several else ScheduleGPipe
+        # torch's own scaling would divide the gradients of earlier micro-batches of an accumulation window again.
+        schedule = made_by(
+            parts if several else parts[0],
+            len(feed.inputs),
+            loss_fn=_as_computed if backward else None,
+            scale_grads=False,
+        )
+        if several and not backward:
+            _leave_out_backwards(schedule)
+        self._schedules[backward] = key, schedule
+        return schedule
+
+
+def _leave_out_backwards(schedule: Any) -> None:
+    """Leaves the forwards of a schedule; torch computes no backward without a loss, but stages on a V look for one."""
+    orders = schedule.pipeline_order_with_comms
+    for rank, actions in orders.items():
+        orders[rank] = [one for one in actions if one.computation_type.name in _FORWARD]
+
+
+def _as_computed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Loss of a micro-batch, which the last stage has computed."""
+    return output.sum()

@@ -1,0 +1,239 @@
+"""Stages of a pipeline, which share the modules of one model."""
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast, final
+
+import torch
+from torch import nn
+
+from accel_backends.parallel.pipeline.causal_lm import CausalLM
+from accel_state.errors import BackendError
+
+Dress = Callable[[nn.Module], nn.Module]
+"""Function that makes calls of a module compute in the precision of the run."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Inputs of the micro-batches of one batch, and what is done with the output of each.
+
+    Attributes:
+        inputs: keyword arguments of the model for each micro-batch.
+        shape: samples and tokens of each micro-batch.
+        finish: called on the last stage with the number and the output of a micro-batch; returns its loss.
+    """
+
+    inputs: Sequence[Mapping[str, Any]]
+    shape: tuple[int, ...]
+    finish: Callable[[int, Any], torch.Tensor]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """Properties of activations beside the number of samples and tokens."""
+
+    rest: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, shape: tuple[int, ...]) -> "_Traits | None":
+        """Returns the traits of a tensor; None if its shape does not begin with ``shape``."""
+        if tensor.shape[: len(shape)] != shape:
+            return None
+        return cls(tuple(tensor.shape[len(shape) :]), tensor.dtype, tensor.requires_grad)
+
+    def example(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a tensor without values that has these traits."""
+        return torch.empty(*shape, *self.rest, dtype=self.dtype, device="meta", requires_grad=self.trained)
+
+
+def make_stages(
+    whole: CausalLM, ranges: Sequence[range], held: Sequence[int], dress: Dress = lambda module: module
+) -> list["Stage"]:
+    """Makes the stages ``held`` of a model that has all its modules; the model does not change."""
+    return [Stage(whole, ranges[index], dress) for index in held]
+
+
+def drop_other_stages(whole: CausalLM, ranges: Sequence[range], held: Collection[int]) -> None:
+    """Replaces the modules of other stages by ones without parameters, which cannot be called.
+
+    A tied weight stays under all its names on the ranks of the first and the last stage, so that it has the same name
+    in the states of both.
+    """
+    model, base, blocks = whole.model, whole.base, whole.blocks
+    first, last = 0 in held, len(ranges) - 1 in held
+    kept = {position for index in held for position in ranges[index]}
+    for position in set(range(len(blocks))) - kept:
+        blocks[position] = Elsewhere(f"{whole.base_name}.{whole.blocks_name}.{position}")
+    embedding = cast(Any, model).get_input_embeddings()
+    head = model.get_submodule(whole.head_name)
+    both = whole.tied is not None and (first or last)
+    for name in whole.embeddings:
+        if not first and not (both and base.get_submodule(name) is embedding):
+            setattr(base, name, Elsewhere(f"{whole.base_name}.{name}"))
+    for name in whole.behind:
+        if not last:
+            setattr(base, name, Elsewhere(f"{whole.base_name}.{name}"))
+    if not last and not (both and all(one is whole.tied for one in head.parameters())):
+        setattr(model, whole.head_name, Elsewhere(whole.head_name))
+
+
+@final
+class Elsewhere(nn.Module):
+    """A module that another rank of the pipeline has."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, *args: Any, **options: Any) -> NoReturn:
+        """Raises BackendError."""
+        raise BackendError(
+            f"{self.name} is on another rank of the pipeline; call the model that prepare returned, which computes all "
+            "stages"
+        )
+
+
+@final
+class Placeholder(nn.Module):
+    """A module of another stage, which returns its first argument; has the plain attributes of that module."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        plain = {key: value for key, value in vars(original).items() if isinstance(value, str | int | float)}
+        self.__dict__.update(plain)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Returns the activations unchanged."""
+        return hidden_states
+
+
+@final
+class _NoEmbedding(nn.Module):
+    """An embedding of the first stage on another one, where what stands before the blocks is not used."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """Returns zeros."""
+        return torch.zeros(*indices.shape, self.features, device=indices.device)
+
+
+@final
+class Stage(nn.Module):
+    """One stage: numbers of micro-batches or received activations in, activations to send or losses out.
+
+    The model's own forward runs on every stage, so that it prepares masks and positions for the blocks. It runs on
+    shallow copies of the model and its base model, in which the modules of other stages are placeholders, so that a
+    rank can have several stages. On stages after the first, the activations replace the input of the stage's first
+    block, whatever the model has made of its inputs; on stages before the last, the output of the stage's last block is
+    the result.
+    """
+
+    def __init__(self, whole: CausalLM, mine: range, dress: Dress) -> None:
+        super().__init__()
+        blocks = whole.blocks
+        self.first, self.last = mine.start == 0, mine.stop == len(blocks)
+        self.feed: Feed | None = None
+        base = _shell(whole.base)
+        own = nn.ModuleList(block if n in mine else Placeholder(block) for n, block in enumerate(blocks))
+        parts: dict[str, nn.Module] = {whole.blocks_name: own}
+        for name in () if self.first else whole.embeddings:
+            parts[name] = _NoEmbedding(cast(nn.Embedding, base._modules[name]).embedding_dim)
+        for name in () if self.last else whole.behind:
+            parts[name] = Placeholder(cast(nn.Module, base._modules[name]))
+        base._modules.update(parts)
+        model = _shell(whole.model)
+        model._modules[whole.base_name] = base
+        if not self.last:
+            model._modules[whole.head_name] = Placeholder(cast(nn.Module, model._modules[whole.head_name]))
+        # Outside of the registries of modules, so that every module is registered once.
+        self.__dict__.update(_sources=((whole.model, model), (whole.base, base)))
+        self.target = dress(model if self.last else base)
+        self._accepted = None if self.last else _accepted_by_base(whole.model, whole.base)
+        self._received: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
+        # By whether there is a backward: traits of what the stage was given, and of its result.
+        self._traits: dict[bool, tuple[_Traits | None, _Traits | None]] = {}
+        if not self.first:
+            blocks[mine.start].register_forward_pre_hook(self._replace_input, with_kwargs=True)
+        if not self.last:
+            blocks[mine.stop - 1].register_forward_hook(self._keep_output)
+
+    def forward(self, given: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+        """Computes the stage for the micro-batch of this number."""
+        assert self.feed is not None
+        index = int(number)
+        inputs = dict(self.feed.inputs[index])
+        for source, own in self.__dict__["_sources"]:
+            own.training = source.training
+        if not self.first:
+            self._received = given
+            inputs.pop("input_ids", None)
+            inputs["inputs_embeds"] = given.detach()
+        if self._accepted is not None:
+            inputs = {key: value for key, value in inputs.items() if self._accepted(key)}
+        output = self.target(**inputs, use_cache=False, return_dict=True)
+        self._received = None
+        if self.last:
+            result = torch.stack([self.feed.finish(index, output)])
+        else:
+            assert self._sent is not None
+            result, self._sent = self._sent, None
+        shapes = ((1,) if self.first else self.feed.shape, (1,) if self.last else self.feed.shape)
+        traits = (_Traits.of(given, shapes[0]), _Traits.of(result, shapes[1]))
+        self._traits[torch.is_grad_enabled()] = traits
+        return result
+
+    def example_tensors(self, shape: tuple[int, ...], *, backward: bool) -> dict[str, torch.Tensor]:
+        """Tensors without values like the input and the result of the stage for micro-batches of ``shape``.
+
+        Empty before the first run, in which torch finds them by running one micro-batch more.
+        """
+        given, result = self._traits.get(backward, (None, None))
+        if given is None or result is None:
+            return {}
+        return {
+            "input_args": given.example((1,) if self.first else shape),
+            "output_args": result.example((1,) if self.last else shape),
+        }
+
+    def _replace_input(
+        self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._received is None:
+            raise BackendError("a block was called outside of its pipeline stage; call the model that prepare returned")
+        if args:
+            return (self._received, *args[1:]), options
+        return args, {**options, "hidden_states": self._received}
+
+    def _keep_output(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        sent = output[0] if isinstance(output, tuple) and len(output) == 1 else output
+        if not isinstance(sent, torch.Tensor):
+            raise BackendError(
+                f"blocks of class {type(block).__name__} return a {type(output).__name__}; expected one tensor, which "
+                "the next pipeline stage receives"
+            )
+        self._sent = sent
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """Copy of a module that shares everything with it except the mapping of its children."""
+    shell = copy.copy(module)
+    shell.__dict__["_modules"] = dict(module._modules)
+    return shell
+
+
+def _accepted_by_base(model: nn.Module, base: nn.Module) -> Callable[[str], bool]:
+    """Whether an argument of the model is one of its base model too, by the signatures of their forwards."""
+    own, inner = (inspect.signature(type(module).forward).parameters for module in (model, base))
+    others = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in inner.values())
+    return lambda name: name in inner or (others and name not in own)

@@ -1,0 +1,179 @@
+"""A model whose stages are on the ranks of a pipeline, called as the user's own model is."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_backends.ops.fqn import WRAPS
+from accel_backends.parallel.pipeline.pipeline import Pipeline
+from accel_backends.parallel.pipeline.stages import Feed
+from accel_backends.pipeline.config import PipelineParallelConfig
+from accel_backends.pipeline.held_gradients import HeldGradients
+from accel_backends.pipeline.micro_batches import (
+    batch_shape,
+    check_divisible,
+    largest_divisor,
+    named_arguments,
+    split_batch,
+    token_weights,
+)
+from accel_backends.pipeline.output import PipelineOutput, joined_outputs, sent_to_all
+from accel_precision.scaler import LossScaler
+from accel_state.errors import BackendError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TiedWeight:
+    """The weight that embedding and head share, and the group of the two ranks that have it."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    is_first: bool
+
+
+@final
+class PipelinedModel(nn.Module):
+    """Runs the schedule in each call: forwards and, in training, backwards of all micro-batches.
+
+    In training the output has the loss only, the same on every rank, and its backward adds the gradients that the
+    schedule has computed. Without gradients it has the outputs of all micro-batches.
+
+    Attributes:
+        module: the user's model, with the modules of this rank's stages.
+        pipeline: the stages.
+        tied: weight of the first and the last stage; None if this rank has none of another rank.
+        reduced: whether the next backward averages gradients over replicas of the pipeline.
+        unreduced: whether a backward has added gradients that are not averaged yet.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pipeline: Pipeline,
+        config: PipelineParallelConfig,
+        *,
+        loss_scale: LossScaler | None,
+        tied: TiedWeight | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.pipeline, self.tied = pipeline, tied
+        self.reduced, self.unreduced = True, False
+        self._config, self._loss_scale = config, loss_scale
+        self.__dict__[WRAPS] = "module"
+        parameters = inspect.signature(type(module).forward).parameters
+        self._own_names = {name for name, one in parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the schedule for one batch.
+
+        Raises:
+            BackendError: the batch does not divide into micro-batches, or there is no loss in training.
+
+        Collective: every rank of the group must call this.
+        """
+        given = named_arguments(self.module, args, kwargs)
+        training = torch.is_grad_enabled() and (self._config.loss_fn is not None or "labels" in given)
+        if torch.is_grad_enabled() and self.training and not training:
+            raise BackendError(
+                f"{type(self.module).__name__} was called in training without labels; the backward of a pipeline runs "
+                "in the call, so the call has to compute the loss: pass labels, or give the loss to "
+                "PipelineParallelConfig(loss_fn=lambda outputs, batch: ...). To evaluate, call it under torch.no_grad()"
+            )
+        output = self._trained(given) if training else self._evaluated(given)
+        return output.to_tuple() if kwargs.get("return_dict") is False else output
+
+    def _trained(self, given: Mapping[str, Any]) -> PipelineOutput:
+        samples, tokens = batch_shape(given)
+        count = self._num_microbatches
+        check_divisible(samples, count)
+        parts = split_batch(given, samples, count)
+        loss_fn = self._config.loss_fn
+        weights = [1 / count] * count if loss_fn is not None else token_weights(parts)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.current
+        losses: dict[int, torch.Tensor] = {}
+
+        def finish(number: int, output: Any) -> torch.Tensor:
+            if not weights[number]:  # no token has a label, and the mean over none is nan
+                loss = output.logits.float().sum() * 0.0
+            else:
+                loss = (output.loss if loss_fn is None else loss_fn(output, parts[number])) * weights[number]
+            losses[number] = loss.detach()
+            scaled: torch.Tensor = (loss.float() if loss.dtype.itemsize < 4 else loss) * scale
+            return scaled
+
+        held = HeldGradients(
+            [one for one in self.module.parameters() if one.requires_grad], scale=scale, on_added=self._note_added
+        )
+        with held.collect():
+            self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=True)
+            self._sum_tied()
+        return PipelineOutput({"loss": held.loss(self._total(losses))}, training=True)
+
+    @torch.no_grad()
+    def _evaluated(self, given: Mapping[str, Any]) -> PipelineOutput:
+        samples, tokens = batch_shape(given)
+        plan = self.pipeline.plan
+        ranks = dist.get_world_size(plan.group)
+        count = largest_divisor(samples, self._num_microbatches, plan.kind, ranks)
+        parts = split_batch(given, samples, count)
+        with_loss = "labels" in given and self._config.loss_fn is None
+        weights = token_weights(parts) if with_loss else []
+        outputs: dict[int, Any] = {}
+
+        def finish(number: int, output: Any) -> torch.Tensor:
+            outputs[number] = output
+            return torch.zeros((), device=plan.device)
+
+        self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=False)
+        fields: dict[str, Any] = {}
+        if with_loss:
+            losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
+            fields["loss"] = self._total(losses)
+        own = joined_outputs([outputs[number] for number in range(count)]) if plan.has_last else {}
+        everywhere = self._config.outputs == "all"
+        fields.update(sent_to_all(own, plan.last_rank, plan.group, plan.device) if everywhere else own)
+        return PipelineOutput(fields)
+
+    @property
+    def _num_microbatches(self) -> int:
+        return self._config.num_microbatches or dist.get_world_size(self.pipeline.plan.group)
+
+    def _inputs(self, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """What the model is given: with ``loss_fn`` neither labels nor arguments that it does not name."""
+        if self._config.loss_fn is None:
+            return list(parts)
+        names = self._own_names - {"labels"}
+        return [{name: value for name, value in part.items() if name in names} for part in parts]
+
+    def _total(self, losses: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Sum of the losses of all micro-batches, which the last stage has, on every rank."""
+        plan = self.pipeline.plan
+        wide = torch.float32 if plan.device.type == "mps" else torch.float64
+        total = torch.zeros((), dtype=wide, device=plan.device)
+        for loss in losses.values():
+            total += loss.detach()
+        dist.broadcast(total, group=plan.group, group_src=plan.last_rank)
+        return total if self._is_double else total.float()
+
+    @property
+    def _is_double(self) -> bool:
+        return any(parameter.dtype == torch.float64 for parameter in self.module.parameters())
+
+    def _sum_tied(self) -> None:
+        """Sums the tied weight's gradient of this batch over the first and the last stage."""
+        if self.tied is None or not self.tied.parameter.requires_grad:
+            return
+        parameter = self.tied.parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=self.tied.group)
+
+    def _note_added(self) -> None:
+        self.unreduced = True

@@ -1,0 +1,192 @@
+"""Backend that trains Transformers models as megatron-core's, over tensor-parallel and pipeline ranks."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar, cast, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends import BackendConfig, Bundle, Capabilities, ModuleBackend, Run
+from accel_backends.ops.compile import TorchDynamoPlugin
+from accel_backends.ops.fqn import innermost, named_parameters
+from accel_backends.ops.state_dicts import model_state
+from accel_megatron.config import MegatronConfig
+from accel_megatron.conversion.architecture import architecture_of
+from accel_megatron.layout import MegatronLayout
+from accel_megatron.library import close_groups, library, open_group_of_one, open_groups
+from accel_megatron.training.engine import MegatronEngine
+from accel_megatron.training.gathering import local_tensors
+from accel_megatron.training.gradients import MegatronGradients
+from accel_megatron.training.optimizer import EngineOptimizer
+from accel_megatron.training.registry import MegatronEngines
+from accel_megatron.training.stage import build_stage, transformer_config
+from accel_megatron.training.states import MegatronStates
+from accel_state.collectives.tensors import broadcast
+from accel_state.errors import BackendError, PrepareError
+
+
+@final
+class MegatronBackend(ModuleBackend):
+    """Trains causal language models of Transformers (Llama, GPT-2) as megatron-core's ``GPTModel``.
+
+    ``prepare`` converts the model exactly, with the weights that rank 0 has, and returns an engine that is called as
+    the model is. The user's torch optimizer stays, inside one of Megatron-LM's.
+    """
+
+    name: ClassVar[str] = "megatron"
+    Config: ClassVar[type[BackendConfig]] = MegatronConfig
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        device_types=frozenset({"cpu", "cuda"}),
+        precisions=frozenset({"no", "fp32-true"}),
+        several_models=False,
+        sharded=True,
+    )
+    distributed_type: ClassVar[str] = "MEGATRON_LM"
+
+    def __init__(self, run: Run, config: BackendConfig | None = None) -> None:
+        super().__init__(run, config)
+        library()
+        self._options = cast(MegatronConfig, self.config)
+        self._engines = MegatronEngines()
+        self._owns_group = open_group_of_one(self.session)
+        open_groups(self._options.tp_degree, self._options.pp_degree)
+        self.layout = MegatronLayout(run)
+        self.gradients = MegatronGradients(self, self._engines)
+        self.states = MegatronStates(self, self._engines)
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuses models that megatron-core does not compute, and optimizers apart from their model."""
+        if bundle.optimizers and not bundle.models:
+            raise PrepareError(
+                "an optimizer without its model: Megatron-LM replaces the model's parameters, so prepare both in one "
+                "call"
+            )
+        if len(bundle.optimizers) > 1:
+            raise PrepareError(f"{len(bundle.optimizers)} optimizers for one model; Megatron-LM steps one of them")
+        for model in bundle.models:
+            architecture = architecture_of(getattr(innermost(model), "config", None))
+            architecture.check_degrees(self._options.tp_degree, self._options.pp_degree)
+            _check_dtype(model)
+            _check_names(model, {one for _, rule in architecture.rules(0, 1) for one in rule.names})
+
+    def bind(self, bundle: Bundle) -> Bundle:
+        """Converts the model, and puts its optimizer into one of Megatron-LM's."""
+        if not bundle.models:
+            return bundle
+        source = innermost(bundle.models[0])
+        names = {id(p): name for name, p in named_parameters(source).items()}
+        engine = self._engine(source)
+        optimizer = None
+        if bundle.optimizers:
+            distributed = self._options.use_distributed_optimizer
+            optimizer = EngineOptimizer(engine, bundle.optimizers[0], names, distributed=distributed)
+        self._engines.add(engine, optimizer)
+        self.owned.add(source, engine)
+        return replace(bundle, models=[engine])
+
+    def _engine(self, source: nn.Module) -> MegatronEngine:
+        options, config = self._options, cast(Any, source).config
+        architecture = architecture_of(config)
+        state = {name: value.detach().to(self.device) for name, value in model_state(source).items()}
+        if self.session.world_size > 1:
+            broadcast(list(state.values()), group=self.session.group)
+        dtype = self.policy.params or next(iter(state.values())).dtype
+        trained = {name: p.requires_grad for name, p in named_parameters(source).items()}
+        devices = [self.device] if self.device.type == "cuda" else []
+        # Megatron-LM's wrapper follows the graph of each parameter, also if the caller has turned gradients off.
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+            chunk = build_stage(
+                transformer_config(options, architecture, dtype),
+                architecture,
+                local_tensors(architecture, state),
+                self.device,
+                trained,
+                distributed_optimizer=options.use_distributed_optimizer,
+            )
+        training = source.training
+        source.to("meta")
+        engine = MegatronEngine(
+            chunk,
+            source,
+            architecture,
+            num_micro_batches=options.num_micro_batches,
+            per_token=options.calculate_per_token_loss,
+        )
+        return engine.train(training)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Returns the model itself, because ``bind`` prepares it."""
+        return model
+
+    def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """Refuses: schedules of Megatron-LM are not compiled.
+
+        Raises:
+            BackendError: the plugin is enabled.
+        """
+        if plugin.enabled:
+            raise BackendError("torch.compile of a Megatron-LM model is not supported; leave dynamo_backend out")
+        return model
+
+    def release(self, models: Iterable[nn.Module]) -> None:
+        """Drops engines and their optimizers. The Transformers models have no weights any more."""
+        models = list(models)
+        super().release(models)
+        self._engines.drop(models)
+
+    def close(self) -> None:
+        """Drops all engines, and destroys Megatron-LM's process groups."""
+        self._engines.drop(list(self._engines))
+        super().close()
+        close_groups()
+        if self._owns_group:
+            import torch.distributed as dist
+
+            self._owns_group = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    # A step
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Averages gradients over ranks, clips them as the options say, and steps; without gradients, does nothing.
+
+        Collective: every rank of the group must call this.
+
+        Raises:
+            BackendError: a closure, or an optimizer that was not prepared.
+        """
+        if closure is not None:
+            raise BackendError("Megatron-LM's optimizers take no closure; compute the loss before step()")
+        self._engines.of_optimizer(optimizer).step(self._options.gradient_clipping)
+        return True
+
+    def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Drops the gradients that have been accumulated since the last step."""
+        self._engines.of_optimizer(optimizer).zero_grad()
+
+
+def _check_names(model: nn.Module, known: set[str]) -> None:
+    """Raises PrepareError for a model with other parameters than those that the conversion knows."""
+    found = set(named_parameters(innermost(model)))
+    if found != known:
+        other = sorted(found ^ known)
+        raise PrepareError(
+            f"{type(innermost(model)).__name__} has other parameters than the causal language model of its kind, first "
+            f"{other[0]}; nearest: LlamaForCausalLM or GPT2LMHeadModel without adapters"
+        )
+
+
+def _check_dtype(model: nn.Module) -> None:
+    """Raises PrepareError for a model in another dtype than fp32, in which megatron-core computes the loss."""
+    other = {p.dtype for p in model.parameters()} - {torch.float32}
+    if other:
+        raise PrepareError(
+            f"{type(innermost(model)).__name__} has parameters in {', '.join(sorted(map(str, other)))}; Megatron-LM "
+            "trains in fp32 here; nearest: model.float()"
+        )

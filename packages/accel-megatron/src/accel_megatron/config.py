@@ -1,0 +1,217 @@
+"""Options of Megatron-LM, with the names and variables that Accelerate's plugin has."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, final
+
+from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
+from accel_backends.core.option_parsing import as_flag, as_number
+from accel_state.errors import ConfigError
+from accel_state.parallelism.config import ParallelismConfig
+
+PREFIX = "MEGATRON_LM_"
+
+
+def _decimal(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}={value!r}; expected a number") from None
+
+
+def _word(name: str, value: object) -> str:
+    return str(value)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field with an environment variable: its default, its parser, and the reason to refuse other values, if any."""
+
+    default: Any
+    parse: Callable[[str, object], Any]
+    refused: str = ""
+
+
+_TRANSFORMER_ENGINE = "Transformer Engine, which this backend does not use; nearest: 1"
+_ELSEWHERE = "the optimizer that is given to prepare keeps its states where its parameters are; nearest: False"
+_OPTIONS: Mapping[str, Option] = {
+    "tp_degree": Option(1, as_number),
+    "pp_degree": Option(1, as_number),
+    "num_micro_batches": Option(1, as_number),
+    "gradient_clipping": Option(1.0, _decimal),
+    "sequence_parallelism": Option(False, as_flag),
+    "recompute_activations": Option(False, as_flag),
+    "recompute_granularity": Option("full", _word),
+    "recompute_method": Option("uniform", _word),
+    "recompute_num_layers": Option(1, as_number),
+    "use_distributed_optimizer": Option(False, as_flag),
+    "attention_dropout": Option(None, _decimal),
+    "hidden_dropout": Option(None, _decimal),
+    "attention_softmax_in_fp32": Option(True, as_flag),
+    "calculate_per_token_loss": Option(True, as_flag),
+    "use_rotary_position_embeddings": Option(None, as_flag),
+    "use_custom_fsdp": Option(False, as_flag, "Megatron's FSDP is not served; nearest: strategy='fsdp'"),
+    "no_load_optim": Option(False, as_flag, "states of the optimizer are loaded; nearest: prepare without it"),
+    "no_save_optim": Option(False, as_flag, "states of the optimizer are saved; nearest: save_model, which has none"),
+    "eod_mask_loss": Option(False, as_flag, "labels of -100 have no loss; set those of ends of documents to -100"),
+    "optimizer_cpu_offload": Option(False, as_flag, _ELSEWHERE),
+    "overlap_cpu_optimizer_d2h_h2d": Option(False, as_flag, _ELSEWHERE),
+    "use_precision_aware_optimizer": Option(False, as_flag, _ELSEWHERE),
+    "decoder_last_pipeline_num_layers": Option(None, as_number, "stages have equal numbers of layers"),
+    "attention_backend": Option("local", _word, "only megatron-core's own attention is used; nearest: 'local'"),
+    "expert_model_parallel_size": Option(1, as_number, f"mixtures of experts need {_TRANSFORMER_ENGINE}"),
+    "expert_tensor_parallel_size": Option(1, as_number, f"mixtures of experts need {_TRANSFORMER_ENGINE}"),
+    "context_parallel_size": Option(1, as_number, f"megatron-core's context parallelism needs {_TRANSFORMER_ENGINE}"),
+}
+# Accelerate's way to say the default of ``attention_backend``.
+_SAME = {"attention_backend": (True, "true", "True", "auto", "unfused")}
+
+
+@final
+@dataclass(slots=True)
+class MegatronConfig(BackendConfig):
+    """Options of training with Megatron-LM.
+
+    A field of None is read from ``MEGATRON_LM_<NAME>``, and has its default without that variable. Fields that the
+    backend does not serve are refused unless they have their default.
+
+    Attributes:
+        tp_degree: tensor-parallel size; may be given as ``ParallelismConfig.tp_size`` instead.
+        pp_degree: number of pipeline stages; may be given as ``ParallelismConfig.pp_size`` instead.
+        num_micro_batches: micro-batches into which the schedule splits each batch of the loader.
+        gradient_clipping: norm that a step clips to, unless ``clip_grad_norm_`` was called in its window; 0: none.
+        sequence_parallelism: split activations between the blocks over the sequence, on tensor-parallel ranks.
+        recompute_activations: recompute activations in the backward.
+        recompute_granularity: "full" layers, or "selective": attention only.
+        recompute_method: "uniform" or "block", for full layers.
+        recompute_num_layers: layers that are recomputed together ("uniform"), or at all ("block").
+        use_distributed_optimizer: shard optimizer states over data-parallel ranks; for Adam and AdamW.
+        attention_dropout: None: as the model's own configuration says.
+        hidden_dropout: None: as the model's own configuration says.
+        attention_softmax_in_fp32: compute softmax of attention in fp32 if the model computes in 16 bits.
+        calculate_per_token_loss: the loss of a batch is the mean over its tokens; False: over its micro-batches.
+        use_rotary_position_embeddings: must be what the model has; None: is.
+        is_train_batch_min: accepted and ignored; batches may have any size that divides into micro-batches.
+        num_layers_per_virtual_pipeline_stage: interleaved schedules are refused: megatron-core 0.16.1 computed wrong
+            gradients with two stages.
+        return_logits: accepted; evaluation returns logits, and training never does.
+
+    Raises:
+        ConfigError: an invalid value, or one that the backend does not serve.
+    """
+
+    backend: ClassVar[str] = "megatron"
+    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "tp", "pp"})
+    precedence: ClassVar[int | None] = None  # an engine of its own, which a user has to want
+
+    tp_degree: Any = None
+    pp_degree: Any = None
+    num_micro_batches: Any = None
+    gradient_clipping: Any = None
+    sequence_parallelism: Any = None
+    recompute_activations: Any = None
+    recompute_granularity: Any = None
+    recompute_method: Any = None
+    recompute_num_layers: Any = None
+    use_distributed_optimizer: Any = None
+    attention_dropout: Any = None
+    hidden_dropout: Any = None
+    attention_softmax_in_fp32: Any = None
+    calculate_per_token_loss: Any = None
+    use_rotary_position_embeddings: Any = None
+    use_custom_fsdp: Any = None
+    no_load_optim: Any = None
+    no_save_optim: Any = None
+    eod_mask_loss: Any = None
+    optimizer_cpu_offload: Any = None
+    overlap_cpu_optimizer_d2h_h2d: Any = None
+    use_precision_aware_optimizer: Any = None
+    decoder_last_pipeline_num_layers: Any = None
+    attention_backend: Any = None
+    expert_model_parallel_size: Any = None
+    expert_tensor_parallel_size: Any = None
+    context_parallel_size: Any = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    return_logits: bool = False
+    given: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        given = set()
+        for name, option in _OPTIONS.items():
+            value, said = getattr(self, name), name
+            if value is None:
+                said = f"{PREFIX}{name.upper()}"
+                value = os.environ.get(said) or None
+            if value is None:
+                setattr(self, name, option.default)
+                continue
+            given.add(name)
+            parsed = option.default if value in _SAME.get(name, ()) else option.parse(said, value)
+            if option.refused and parsed != option.default:
+                raise ConfigError(f"{said}={value!r}: {option.refused}")
+            setattr(self, name, parsed)
+        self.given = frozenset(given)
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("tp_degree", "pp_degree", "num_micro_batches", "recompute_num_layers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; expected a whole number of at least 1")
+        if self.gradient_clipping < 0:
+            raise ConfigError(f"gradient_clipping={self.gradient_clipping}; expected 0 (no clipping) or more")
+        choices = {"recompute_granularity": ("full", "selective"), "recompute_method": ("uniform", "block")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r}; expected {' or '.join(map(repr, known))}")
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            raise ConfigError(
+                f"num_layers_per_virtual_pipeline_stage={self.num_layers_per_virtual_pipeline_stage}: interleaved "
+                "schedules are not served, because gradients were wrong with two stages; nearest: None, which is 1F1B"
+            )
+
+    def resolve(self, facts: StrategyFacts) -> Resolution:
+        """Returns these options with the requested degrees; ranks that are left over are data-parallel.
+
+        Raises:
+            ConfigError: a degree in ``parallelism_config`` is another one than here.
+            TopologyError: the product of the degrees is not the number of processes.
+        """
+        if facts.plan is not None:
+            raise ConfigError("MegatronConfig leaves the planner nothing to choose; name it as the strategy")
+        degrees = {name: self._degree(name, facts) for name in ("tp", "pp")}
+        config = replace(self, tp_degree=degrees["tp"], pp_degree=degrees["pp"])
+        if config.sequence_parallelism and config.tp_degree == 1:
+            raise ConfigError(
+                "sequence_parallelism splits sequences over tensor-parallel ranks, and tp_degree is 1; nearest: "
+                "tp_degree=2, or sequence_parallelism=False"
+            )
+        return Resolution(config, _fitted(facts, degrees))
+
+    def _degree(self, axis: str, facts: StrategyFacts) -> int:
+        name, asked = f"{axis}_degree", facts.parallelism.size(axis)
+        own: int = getattr(self, name)
+        if axis in facts.open_axes or own == asked:
+            return own
+        if name in self.given:
+            raise ConfigError(
+                f"{name} is {own}, and parallelism_config says {axis}_size={asked}; make them agree, or give one"
+            )
+        return asked
+
+
+def _fitted(facts: StrategyFacts, degrees: Mapping[str, int]) -> ParallelismConfig:
+    """Returns all degrees; ranks that are left over shard samples."""
+    asked = replace(facts.parallelism, tp_size=degrees["tp"], pp_size=degrees["pp"])
+    world = facts.topology.world_size
+    rest, left_over = divmod(world, asked.non_data_parallel_size)
+    if asked.data_parallel_size == 1 and rest > 1 and not left_over:
+        axis = "dp_shard_size" if degrees["tp"] > 1 else "dp_replicate_size"
+        changes: dict[str, Any] = {axis: rest}
+        asked = replace(asked, **changes)
+    return asked.fitted(world)
+
+
+MegatronLMPlugin = MegatronConfig

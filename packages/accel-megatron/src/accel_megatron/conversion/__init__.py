@@ -1,0 +1,1 @@
+"""Conversion of Transformers models to megatron-core and back."""

@@ -1,0 +1,249 @@
+"""Architectures of Transformers models that megatron-core's ``GPTModel`` computes, and their rules of conversion."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch.nn import functional
+
+from accel_megatron.conversion.rules import Rule, attention, gated, same, transposed
+from accel_state.errors import PrepareError
+
+
+def gelu_tanh(hidden: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with tanh."""
+    return functional.gelu(hidden, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+_EMBEDDING, _POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+_HEAD, _LAYERS, _NORM = "output_layer.weight", "decoder.layers", "decoder.final_layernorm"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model as megatron-core needs to know it.
+
+    Attributes:
+        transformer: fields of ``TransformerConfig``.
+        model: arguments of ``GPTModel``.
+        num_layers: number of transformer layers.
+        divisible: numbers that the tensor-parallel size has to divide, by their names in the model's configuration.
+        layer_rules: rules of layer ``number``, by the names of megatron-core within the layer.
+        first: rules of what stands before the layers.
+        last: rules of what stands behind the layers; the head is among them if it is not tied.
+        head: rule of the head, which a last stage has even if it is tied.
+        tied: whether the head is the embedding.
+    """
+
+    transformer: Mapping[str, Any]
+    model: Mapping[str, Any]
+    num_layers: int
+    divisible: Mapping[str, int]
+    layer_rules: Callable[[int], dict[str, Rule]]
+    first: Mapping[str, Rule]
+    last: Mapping[str, Rule]
+    head: Rule
+    tied: bool
+    rotary: bool = field(default=True)
+
+    def check_degrees(self, tensor: int, pipeline: int) -> None:
+        """Raises PrepareError for degrees that do not divide the model."""
+        for name, number in self.divisible.items():
+            if number % tensor:
+                more = f"; resize_token_embeddings(pad_to_multiple_of={tensor})" if name == "vocab_size" else ""
+                raise PrepareError(
+                    f"{name}={number} is not divisible by tp_degree={tensor}; nearest: {_nearest(number, tensor)}{more}"
+                )
+        if self.num_layers % pipeline:
+            raise PrepareError(
+                f"{self.num_layers} layers are not divisible by pp_degree={pipeline}; nearest: "
+                f"{_nearest(self.num_layers, pipeline)}"
+            )
+
+    def stage_of(self, number: int, pipeline: int) -> int:
+        """Returns the pipeline stage of layer ``number``."""
+        return number // (self.num_layers // pipeline)
+
+    def rules(self, stage: int, pipeline: int) -> Iterator[tuple[str, Rule]]:
+        """Yields the name in megatron-core's model of a stage, and the rule, of each of its tensors."""
+        per_stage = self.num_layers // pipeline
+        if stage == 0:
+            yield from self.first.items()
+        for local in range(per_stage):
+            for name, rule in self.layer_rules(stage * per_stage + local).items():
+                yield f"{_LAYERS}.{local}.{name}", rule
+        if stage == pipeline - 1:
+            yield from self.last.items()
+            if not self.tied or pipeline > 1:
+                yield _HEAD, self.head
+
+    def owned_rules(self, stage: int, pipeline: int) -> Iterator[tuple[str, Rule]]:
+        """Yields as ``rules``, without the copy of a tied embedding on the last stage."""
+        for name, rule in self.rules(stage, pipeline):
+            if not (name == _HEAD and self.tied):
+                yield name, rule
+
+
+def architecture_of(config: Any) -> Architecture:
+    """Returns the architecture of a model with this Transformers configuration.
+
+    Raises:
+        PrepareError: a model that is neither Llama nor GPT-2, or has an option that megatron-core computes otherwise.
+    """
+    kind = getattr(config, "model_type", type(config).__name__)
+    if kind not in _KINDS:
+        raise PrepareError(
+            f"Megatron-LM trains models of Transformers with model_type {' or '.join(map(repr, _KINDS))}, and this one "
+            f"is {kind!r}; nearest: strategy='fsdp'"
+        )
+    return _KINDS[kind](config)
+
+
+def _llama(config: Any) -> Architecture:
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    for name, found, wanted in (
+        ("rope_type", rope.get("rope_type", "default"), "default"),
+        ("attention_bias", config.attention_bias, False),
+        ("mlp_bias", config.mlp_bias, False),
+        ("hidden_act", config.hidden_act, "silu"),
+    ):
+        _refuse(name, found, wanted)
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    prefix = "model"
+
+    def layer(number: int) -> dict[str, Rule]:
+        here = f"{prefix}.layers.{number}"
+        projections = [f"{here}.self_attn.{one}_proj.weight" for one in "qkv"]
+        return {
+            "input_layernorm.weight": same(f"{here}.input_layernorm.weight"),
+            "self_attention.linear_qkv.weight": attention(projections, heads, groups),
+            "self_attention.linear_proj.weight": same(f"{here}.self_attn.o_proj.weight", 1),
+            "pre_mlp_layernorm.weight": same(f"{here}.post_attention_layernorm.weight"),
+            "mlp.linear_fc1.weight": gated(f"{here}.mlp.gate_proj.weight", f"{here}.mlp.up_proj.weight"),
+            "mlp.linear_fc2.weight": same(f"{here}.mlp.down_proj.weight", 1),
+        }
+
+    tied = bool(config.tie_word_embeddings)
+    return Architecture(
+        transformer={
+            "num_layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "ffn_hidden_size": config.intermediate_size,
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            "layernorm_epsilon": config.rms_norm_eps,
+            "normalization": "RMSNorm",
+            "activation_func": functional.silu,
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": config.attention_dropout,
+        },
+        model={
+            "vocab_size": config.vocab_size,
+            "max_sequence_length": config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": rope.get("rope_theta", 10000.0),
+            "share_embeddings_and_output_weights": tied,
+        },
+        num_layers=config.num_hidden_layers,
+        divisible={
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+        },
+        layer_rules=layer,
+        first={_EMBEDDING: same(f"{prefix}.embed_tokens.weight", 0)},
+        last={f"{_NORM}.weight": same(f"{prefix}.norm.weight")},
+        head=same(f"{prefix}.embed_tokens.weight" if tied else "lm_head.weight", 0),
+        tied=tied,
+    )
+
+
+def _gpt2(config: Any) -> Architecture:
+    for name, wanted in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("reorder_and_upcast_attn", False),
+        ("add_cross_attention", False),
+    ):
+        _refuse(name, getattr(config, name), wanted)
+    if config.activation_function not in _ACTIVATIONS:
+        raise PrepareError(
+            f"activation_function={config.activation_function!r}; expected one of {', '.join(sorted(_ACTIVATIONS))}"
+        )
+    if config.embd_pdrop != config.resid_pdrop:
+        raise PrepareError(
+            f"embd_pdrop={config.embd_pdrop} and resid_pdrop={config.resid_pdrop}: megatron-core has one hidden_dropout"
+            "; make them equal"
+        )
+    heads, prefix = config.n_head, "transformer"
+
+    def layer(number: int) -> dict[str, Rule]:
+        here = f"{prefix}.h.{number}"
+        return {
+            "input_layernorm.weight": same(f"{here}.ln_1.weight"),
+            "input_layernorm.bias": same(f"{here}.ln_1.bias"),
+            "self_attention.linear_qkv.weight": attention([f"{here}.attn.c_attn.weight"], heads, heads, conv=True),
+            "self_attention.linear_qkv.bias": attention([f"{here}.attn.c_attn.bias"], heads, heads),
+            "self_attention.linear_proj.weight": transposed(f"{here}.attn.c_proj.weight", 1),
+            "self_attention.linear_proj.bias": same(f"{here}.attn.c_proj.bias"),
+            "pre_mlp_layernorm.weight": same(f"{here}.ln_2.weight"),
+            "pre_mlp_layernorm.bias": same(f"{here}.ln_2.bias"),
+            "mlp.linear_fc1.weight": transposed(f"{here}.mlp.c_fc.weight", 0),
+            "mlp.linear_fc1.bias": same(f"{here}.mlp.c_fc.bias", 0),
+            "mlp.linear_fc2.weight": transposed(f"{here}.mlp.c_proj.weight", 1),
+            "mlp.linear_fc2.bias": same(f"{here}.mlp.c_proj.bias"),
+        }
+
+    tied = bool(config.tie_word_embeddings)
+    inner = config.n_inner or 4 * config.n_embd
+    return Architecture(
+        transformer={
+            "num_layers": config.n_layer,
+            "hidden_size": config.n_embd,
+            "ffn_hidden_size": inner,
+            "num_attention_heads": heads,
+            "layernorm_epsilon": config.layer_norm_epsilon,
+            "activation_func": _ACTIVATIONS[config.activation_function],
+            "hidden_dropout": config.resid_pdrop,
+            "attention_dropout": config.attn_pdrop,
+        },
+        model={
+            "vocab_size": config.vocab_size,
+            "max_sequence_length": config.n_positions,
+            "position_embedding_type": "learned_absolute",
+            "share_embeddings_and_output_weights": tied,
+        },
+        num_layers=config.n_layer,
+        divisible={"n_head": heads, "n_inner": inner, "vocab_size": config.vocab_size},
+        layer_rules=layer,
+        first={_EMBEDDING: same(f"{prefix}.wte.weight", 0), _POSITIONS: same(f"{prefix}.wpe.weight")},
+        last={f"{_NORM}.weight": same(f"{prefix}.ln_f.weight"), f"{_NORM}.bias": same(f"{prefix}.ln_f.bias")},
+        head=same(f"{prefix}.wte.weight" if tied else "lm_head.weight", 0),
+        tied=tied,
+        rotary=False,
+    )
+
+
+_KINDS: Mapping[str, Callable[[Any], Architecture]] = {"llama": _llama, "gpt2": _gpt2}
+
+
+def _refuse(name: str, found: object, wanted: object) -> None:
+    if found != wanted:
+        raise PrepareError(f"{name}={found!r}, which megatron-core does not compute; nearest: {name}={wanted!r}")
+
+
+def _nearest(number: int, degree: int) -> int:
+    return max(one for one in range(1, degree + 1) if number % one == 0)

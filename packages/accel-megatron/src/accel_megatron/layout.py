@@ -1,0 +1,27 @@
+"""Parallel layout of models and samples under Megatron-LM."""
+
+from collections.abc import Mapping
+from typing import final
+
+from accel_backends import ReplicatedLayout
+
+
+@final
+class MegatronLayout(ReplicatedLayout):
+    """Layers split over tensor-parallel ranks, stages over pipeline ranks; samples over the other ranks."""
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Replicas, one per data-parallel rank, and shard degree: parameters are split by layers."""
+        return self.run.parallelism.data_parallel_size, 1
+
+    @property
+    def shared_degrees(self) -> Mapping[str, int]:
+        """Tensor-parallel and pipeline-parallel sizes."""
+        return {axis: self.run.parallelism.size(axis) for axis in ("tp", "pp")}
+
+    @property
+    def rng_seed_rank(self) -> int:
+        """First rank of this rank's tensor-parallel group."""
+        rank = self.run.session.rank
+        return rank - self.run.parallelism.coordinates(rank)["tp"]

@@ -1,0 +1,80 @@
+"""The megatron-core library: import, and its process groups."""
+
+import warnings
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from accel_state.session import Session
+
+INSTALL = 'pip install "accel-megatron[megatron]"'
+_MESSAGES = "(Transformer Engine|Apex).*not installed"
+
+
+def installed() -> bool:
+    """Whether megatron-core is installed; does not import it."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+
+
+def library() -> ModuleType:
+    """Imports and returns the package ``megatron.core``.
+
+    Raises:
+        BackendError: megatron-core is not installed, or cannot be imported.
+    """
+    if not installed():
+        raise BackendError(
+            f"strategy 'megatron' needs the package megatron-core, which is not installed: {INSTALL}; nearest without "
+            "it: strategy='fsdp', which shards a model over ranks"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _MESSAGES)
+            import megatron.core
+            import megatron.core.models.gpt.gpt_model
+            import megatron.core.optimizer
+    except Exception as error:
+        raise BackendError(f"megatron-core is installed and cannot be imported: {error}") from error
+    module: ModuleType = megatron.core
+    return module
+
+
+def open_group_of_one(session: "Session") -> bool:
+    """Opens a process group of one process if there is none; returns whether it was opened."""
+    import torch.distributed as dist
+
+    from accel_megatron.private import HashStore
+
+    if dist.is_initialized():
+        return False
+    dist.init_process_group(session.device.collective_backend, store=HashStore(), rank=0, world_size=1)
+    return True
+
+
+def open_groups(tensor: int, pipeline: int) -> None:
+    """Creates Megatron-LM's process groups: tensor-parallel ranks are neighbours, stages are outermost.
+
+    Collective: every rank of the group must call this.
+
+    Raises:
+        BackendError: the process has such groups already, of which megatron-core holds one set in a process.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        raise BackendError(
+            "this process has Megatron-LM's process groups already, and megatron-core holds one set of them; end the "
+            "other run first (accelerator.free_memory() and end_training())"
+        )
+    parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
+
+
+def close_groups() -> None:
+    """Destroys Megatron-LM's process groups, if there are any."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()

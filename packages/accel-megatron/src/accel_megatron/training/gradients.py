@@ -1,0 +1,127 @@
+"""Gradients in Megatron-LM's buffers, for the backend's role."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_backends import ReplicatedGradients
+from accel_megatron.training.gathering import full_tensors, local_tensors
+from accel_megatron.training.stage import bare
+from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from accel_backends import Backend
+    from accel_megatron.training.registry import MegatronEngines
+
+
+@final
+class MegatronGradients(ReplicatedGradients):
+    """Gradients between backward and step: in buffers, averaged over data-parallel ranks when they are needed."""
+
+    def __init__(self, backend: "Backend", engines: "MegatronEngines") -> None:
+        super().__init__(backend, ranks=backend.run.parallelism.data_parallel_size)
+        self._engines = engines
+
+    def clip_norm(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clips all gradients of the model whose parameters are given, to a joint 2-norm over all ranks.
+
+        Collective: every rank of the group must call this.
+
+        Raises:
+            BackendError: parameters of no prepared model, only some of a model's, or another norm than the 2-norm.
+        """
+        listed = self.owned.checked(parameters)
+        norm = self._engines.optimizer_of_all(listed).clip(max_norm, norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+        return norm
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Refuses: gradients are parts of buffers, and are clipped by their norm.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError("Megatron-LM's gradients are clipped by norm; nearest: clip_grad_norm_")
+
+    def norm_so_far(
+        self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Returns the 2-norm of this replica's gradients, before they are averaged over replicas.
+
+        Collective: every rank of the group must call this.
+        """
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+        from megatron.core.transformer.module import param_is_not_shared
+
+        total = torch.zeros((), dtype=torch.float64, device=self.run.session.device.torch)
+        for model in models:
+            for parameter in bare(self._engines.find(model).chunk).parameters():
+                counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+                if counts and hasattr(parameter, "main_grad"):
+                    total += parameter.main_grad.double().pow(2).sum()
+        dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
+        return total.sqrt().to(torch.float32)
+
+    def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
+        """Multiplies the window's gradients."""
+        for model in models:
+            for buffer in self._engines.find(model).gradients.buffers:
+                buffer.mul_(factor)
+
+    def marks(self, model: nn.Module) -> object:
+        """Returns the number of backwards."""
+        return self._engines.find(model).gradients.backwards
+
+    def unreduced(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns this replica's gradients as full tensors, by FQN; empty without gradients.
+
+        Collective: every rank of the group must call this.
+        """
+        engine = self._engines.find(model)
+        if not engine.gradients.filled:
+            return {}
+        own = dict(bare(engine.chunk).named_parameters())
+        return full_tensors(engine.architecture, {name: p.main_grad for name, p in own.items() if p.requires_grad})
+
+    def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Restores the gradients that ``unreduced`` returned."""
+        engine = self._engines.find(model)
+        engine.gradients.clear()
+        if not gradients:
+            return
+        own = dict(bare(engine.chunk).named_parameters())
+        for name, value in local_tensors(engine.architecture, gradients).items():
+            own[name].main_grad.copy_(value)
+        engine.gradients.filled = True
+
+    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the next step's gradients as full tensors, by FQN.
+
+        Collective: every rank of the group must call this.
+        """
+        total = self.unreduced(model)
+        if self._engines.find(model).gradients.reduced:
+            return total
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group()
+        for value in total.values():
+            dist.all_reduce(value, group=group)
+            value.div_(group.size())
+        return total
+
+    def drop(self, model: nn.Module) -> None:
+        """Drops the window's gradients."""
+        self._engines.find(model).gradients.clear()

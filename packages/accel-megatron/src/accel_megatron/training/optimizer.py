@@ -1,0 +1,241 @@
+"""Megatron-LM's optimizers around the user's own torch optimizer, whose groups and schedulers stay."""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+
+from accel_megatron.training.engine import MegatronEngine
+from accel_megatron.training.stage import bare
+from accel_state.errors import BackendError, PrepareError
+
+
+@final
+class EngineOptimizer:
+    """One of Megatron-LM's optimizers, with a torch optimizer inside that updates this rank's parameters.
+
+    Attributes:
+        engine: the model.
+        optimizer: the user's optimizer, whose parameters are those of the engine, or this rank's shards of them.
+        groups: names in the Transformers model of the parameters of each group, in the user's order.
+        parameters: those of this rank's stage, by megatron-core's names.
+    """
+
+    def __init__(
+        self, engine: MegatronEngine, optimizer: Optimizer, names: Mapping[int, str], *, distributed: bool
+    ) -> None:
+        """Takes the optimizer over; ``names``: names of the Transformers model's parameters by id.
+
+        Raises:
+            PrepareError: see ``_rebind``; or an optimizer that Megatron-LM's distributed optimizer does not shard.
+        """
+        if distributed and not isinstance(optimizer, (Adam, AdamW)):
+            raise PrepareError(
+                f"use_distributed_optimizer shards states of Adam and AdamW, and the optimizer is "
+                f"{type(optimizer).__name__}; nearest: use_distributed_optimizer=False"
+            )
+        if optimizer.state:
+            raise PrepareError(
+                f"{type(optimizer).__name__} has states already; prepare a new optimizer, and load its state after that"
+            )
+        self.engine, self.optimizer = engine, optimizer
+        self.groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self._clipped = False
+        self._prepared = False
+        self._distributed = distributed
+        self.parameters = dict(bare(engine.chunk).named_parameters())
+        self._rules = dict(engine.architecture.rules(*_place()))
+        self._rebind()
+        self._megatron = self._wrapped()
+
+    def _rebind(self) -> None:
+        own = self.parameters
+        group_of = {name: position for position, names in enumerate(self.groups) for name in names}
+        bound: list[list[torch.Tensor]] = [[] for _ in self.groups]
+        for name, rule in self._rules.items():
+            found = {group_of.get(one) for one in rule.names}
+            if len(found) > 1:
+                raise PrepareError(
+                    f"{', '.join(rule.names)} are one tensor in megatron-core, and the optimizer has them in several "
+                    "groups; put them into one group"
+                )
+            position = found.pop()
+            if position is not None and own[name].requires_grad:
+                bound[position].append(own[name])
+        for group, parameters in zip(self.optimizer.param_groups, bound, strict=True):
+            group["params"][:] = parameters
+
+    def _wrapped(self) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+        from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+        half = self.engine.chunk.config.bf16
+        config = OptimizerConfig(
+            optimizer="adam",
+            bf16=half,
+            params_dtype=torch.bfloat16 if half else torch.float32,
+            use_distributed_optimizer=self._distributed,
+            clip_grad=0.0,
+        )
+        wrapped: Any
+        if self._distributed:
+            wrapped = DistributedOptimizer(
+                self.optimizer,
+                config,
+                None,
+                None,
+                model_chunks=[self.engine.chunk],
+                per_model_buffers={0: self.engine.chunk.buffers},
+                data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+                data_parallel_group_gloo=None,
+                data_parallel_group_idx=0,
+                distributed_optimizer_instance_id=0,
+            )
+            wrapped.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+        else:
+            wrapped = (
+                Float16OptimizerWithFloat16Params(self.optimizer, config, None, None)
+                if half
+                else FP32Optimizer(self.optimizer, config, None)
+            )
+            wrapped.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
+        wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
+        return wrapped
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the window's gradients to a joint 2-norm over all ranks, and returns the norm.
+
+        Collective: every rank of the group must call this.
+        """
+        import torch.distributed as dist
+
+        if norm_type != 2.0:
+            raise BackendError(f"norm_type={norm_type}: Megatron-LM clips gradients by their 2-norm; nearest: 2")
+        self._ready()
+        held = self._megatron.get_main_grads_for_grad_norm()
+        device = next(self.engine.parameters()).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in held:
+            total += gradient.detach().double().pow(2).sum()
+        dist.all_reduce(total, group=self._megatron.get_grad_stats_parallel_group())
+        norm = total.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        self._clipped = True
+        return norm.to(torch.float32)
+
+    def step(self, clipping: float) -> None:
+        """Steps, after clipping to ``clipping`` (0: not at all) unless ``clip`` was called in this window.
+
+        Collective: every rank of the group must call this.
+        """
+        if not self.engine.gradients.filled:
+            return
+        if clipping and not self._clipped:
+            self.clip(clipping)
+        self._ready()
+        self._megatron.step_with_ready_grads()
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of the window."""
+        self.engine.gradients.clear()
+        self._megatron.zero_grad()
+        self._clipped = self._prepared = False
+
+    def _ready(self) -> None:
+        """Averages gradients over ranks and passes them to the torch optimizer, once a window."""
+        self.engine.gradients.reduce()
+        if not self._prepared:
+            self._megatron.prepare_grads()
+            self._prepared = True
+
+    # States
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Returns the names in the Transformers model of a parameter of this rank's stage."""
+        return self._rules[name].names
+
+    def held(self) -> dict[str, dict[str, Any]]:
+        """Returns the states of this rank's stage by megatron-core's names, those of shards gathered.
+
+        Collective: every data-parallel rank must call this.
+        """
+        if not self._distributed:
+            inner = {name: self._inner(p) for name, p in self.parameters.items()}
+            return {
+                name: dict(self.optimizer.state[p])
+                for name, p in inner.items()
+                if p is not None and p in self.optimizer.state
+            }
+        return {name: self._gathered(p) for name, p in self.parameters.items() if p.requires_grad}
+
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces the states by those of this rank's stage."""
+        for name, values in states.items():
+            inner = self._inner(self.parameters[name])
+            if inner is None:
+                continue
+            own = {}
+            for key, value in values.items():
+                moved = value
+                if isinstance(value, torch.Tensor) and value.dim():
+                    moved = self._part(self.parameters[name], value).to(inner.device).clone()
+                own[key] = moved
+            self.optimizer.state[inner] = own
+
+    def _inner(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Returns what the torch optimizer updates for a parameter on this rank; None: it is on other ranks."""
+        if not self._distributed:
+            return getattr(parameter, "main_param", parameter)
+        pairs = (
+            (self._megatron.model_fp32_groups, self._megatron.shard_fp32_groups),
+            (self._megatron.model_float16_groups, self._megatron.shard_fp32_from_float16_groups),
+        )
+        for models, shards in pairs:
+            for group, sharded in zip(models, shards, strict=True):
+                for one, shard in zip(group, sharded, strict=True):
+                    if one is parameter:
+                        found: torch.Tensor = shard
+                        return found
+        return None
+
+    def _part(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if not self._distributed:
+            return value
+        span = self._megatron._get_model_param_range_map(parameter)["param"]
+        return value.reshape(-1)[span.start : span.end]
+
+    def _gathered(self, parameter: torch.Tensor) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        inner = self._inner(parameter)
+        state = {} if inner is None else self.optimizer.state.get(inner, {})
+        group = self._megatron.data_parallel_group
+        found: list[dict[str, Any]] = [{} for _ in range(group.size())]
+        kinds = {key: None if isinstance(one, torch.Tensor) and one.dim() else one for key, one in state.items()}
+        dist.all_gather_object(found, kinds, group=group)
+        full: dict[str, Any] = {key: value for one in found for key, value in one.items()}
+        for key, scalar in full.items():
+            if scalar is None:
+                flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+                if inner is not None:
+                    self._part(parameter, flat).copy_(state[key])
+                dist.all_reduce(flat, group=group)
+                full[key] = flat.view(parameter.shape)
+        return full
+
+
+def _place() -> tuple[int, int]:
+    """Returns this rank's pipeline stage, and the number of stages."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )

@@ -1,0 +1,128 @@
+"""This rank's stage of a model: megatron-core's ``GPTModel``, built, wrapped and filled."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.training.norm import MarkedNorm
+from accel_state.environment import patch_environment
+from accel_state.errors import PrepareError
+
+if TYPE_CHECKING:
+    from accel_megatron.config import MegatronConfig
+
+# Variables that megatron-core sets when it builds a model, for Transformer Engine.
+_SETS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def transformer_config(options: "MegatronConfig", architecture: Architecture, dtype: torch.dtype) -> Any:
+    """Returns megatron-core's ``TransformerConfig`` of a model under these options.
+
+    Raises:
+        PrepareError: the options say something else than the model.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if options.use_rotary_position_embeddings not in (None, architecture.rotary):
+        raise PrepareError(
+            f"use_rotary_position_embeddings={options.use_rotary_position_embeddings}, and the model has "
+            f"{'rotary' if architecture.rotary else 'learned'} positions; leave the option out"
+        )
+    values = dict(architecture.transformer)
+    for name in ("attention_dropout", "hidden_dropout"):
+        given = getattr(options, name)
+        values[name] = values[name] if given is None else given
+    if options.recompute_activations:
+        values["recompute_granularity"] = options.recompute_granularity
+        if options.recompute_granularity == "full":
+            values["recompute_method"] = options.recompute_method
+            values["recompute_num_layers"] = options.recompute_num_layers
+    half = dtype == torch.bfloat16
+    return TransformerConfig(
+        **values,
+        tensor_model_parallel_size=options.tp_degree,
+        pipeline_model_parallel_size=options.pp_degree,
+        sequence_parallel=options.sequence_parallelism,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=half,
+        attention_softmax_in_fp32=options.attention_softmax_in_fp32 and half,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=True,
+    )
+
+
+def build_stage(
+    config: Any,
+    architecture: Architecture,
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    trained: Mapping[str, bool],
+    *,
+    distributed_optimizer: bool,
+) -> Any:
+    """Returns this rank's stage with the given weights, in Megatron-LM's data-parallel wrapper.
+
+    ``trained``: whether each parameter of the Transformers model is trained.
+
+    Collective: every rank of the group must call this.
+
+    Raises:
+        PrepareError: of the parameters that megatron-core keeps in one tensor, only some are trained.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layer = get_gpt_layer_local_spec(normalization=config.normalization)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    count = parallel_state.get_pipeline_model_parallel_world_size()
+    layers = [layer] * (architecture.num_layers // count)
+    with patch_environment(**dict.fromkeys(_SETS, "1")):
+        model: Any = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=MarkedNorm),
+            pre_process=stage == 0,
+            post_process=stage == count - 1,
+            **architecture.model,
+        )
+    model.to(device)
+    own = dict(model.named_parameters())
+    assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())
+    for name, rule in architecture.rules(stage, count):
+        with torch.no_grad():
+            own[name].copy_(weights[name])
+        flags = {trained[one] for one in rule.names}
+        if len(flags) > 1:
+            raise PrepareError(f"{', '.join(rule.names)} are one tensor in megatron-core; train all of them, or none")
+        own[name].requires_grad_(flags.pop())
+        # megatron-core marks weights only when it initialises them; norms of gradients count unmarked ones once.
+        own[name].tensor_model_parallel = rule.dim is not None
+    if config.bf16:
+        model = Float16Module(config, model)
+    wrapping = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.bf16,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+    )
+    return DistributedDataParallel(config, wrapping, model)
+
+
+def bare(chunk: Any) -> Any:
+    """Returns the ``GPTModel`` in Megatron-LM's wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

@@ -1,0 +1,74 @@
+"""Stand-in for the CUDA functions that megatron-core 0.16.1 calls, for tests on CPU ranks only.
+
+megatron-core creates tensors on "cuda", asks for the current CUDA device, and compares the type names of tensors.
+Within ``cuda_on_cpu`` these calls mean the CPU. Results under it prove schedules, groups, conversions and numbers, not
+kernels.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.split(":")[0] == "cuda"
+
+
+def _called_by_megatron() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and ("torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return frame is not None and "megatron/core" in frame.f_code.co_filename
+
+
+class _OnCPU(TorchFunctionMode):
+    """Replaces the device "cuda" by the CPU in calls of torch's functions."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.to:
+            args = tuple(CPU if _is_cuda(one) else one for one in args)
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs and _called_by_megatron():
+            return function(*args).replace("torch.", "torch.cuda.")
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def cuda_on_cpu() -> Iterator[None]:
+    """Context in which megatron-core runs on the CPU."""
+    import megatron.core.tensor_parallel.random as random
+
+    def nothing(*args: Any, **options: Any) -> None:
+        return None
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: CPU,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "get_rng_state": lambda *args, **options: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **options: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+    }
+    with ExitStack() as stack:
+        for name, function in replaced.items():
+            stack.enter_context(patch.object(torch.cuda, name, function))
+        stack.enter_context(patch.object(random, "_lazy_init", nothing))
+        stack.enter_context(patch.object(random, "_get_cuda_rng_state", lambda *args, **options: torch.get_rng_state()))
+        stack.enter_context(
+            patch.object(random, "_set_cuda_rng_state", lambda state, *args, **options: torch.set_rng_state(state))
+        )
+        stack.enter_context(_OnCPU())
+        yield

@@ -1,0 +1,128 @@
+"""Tiny models, and one training loop for Megatron-LM and for one process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel import Accelerator
+from accel_megatron import MegatronLMPlugin
+
+VOCABULARY, LENGTH, STEPS = 64, 12, 3
+
+
+def make_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config: Any = GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=4,
+            n_head=4,
+            n_positions=32,
+            bos_token_id=0,
+            eos_token_id=0,
+            **dropouts,
+        )
+        model: nn.Module = GPT2LMHeadModel(config)
+    else:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            tie_word_embeddings=kind == "llama tied",
+        )
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():  # biases and norms start as constants, which would hide a permutation
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def samples(replica: int, step: int, count: int = 4) -> dict[str, torch.Tensor]:
+    """Samples of one data-parallel rank, with padding and as many targets in each rank's batch."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    ids = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@contextmanager
+def accelerator(**options: Any) -> Iterator[Any]:
+    from cuda_on_cpu import cuda_on_cpu
+
+    steps = options.pop("gradient_accumulation_steps", 1)
+    with cuda_on_cpu():
+        one = Accelerator(
+            cpu=True,
+            strategy=MegatronLMPlugin(**{"gradient_clipping": 0, **options}),
+            gradient_accumulation_steps=steps,
+        )
+        try:
+            yield one
+        finally:
+            one.free_memory()
+            one.end_training()
+
+
+def optimizer_of(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain = [p for p in model.parameters() if p.dim() < 2]
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2
+    )
+
+
+def reference(
+    model: nn.Module, replicas: int, *, kind: str = "adamw", accumulation: int = 1, clip: float | None = None
+) -> list[float]:
+    """Trains in one process on the samples of all data-parallel ranks; returns the losses of replica 0."""
+    optimizer = optimizer_of(model, kind)
+    losses = []
+    for step in range(STEPS):
+        for part in range(accumulation):
+            for replica in range(replicas):
+                loss = model(**samples(replica, step * accumulation + part)).loss
+                (loss / replicas / accumulation).backward()
+                if replica == 0:
+                    losses.append(float(loss.detach()))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train(
+    one: Any, model: Any, optimizer: Any, replica: int, *, accumulation: int = 1, clip: float | None = None
+) -> list[float]:
+    """Trains by the ordinary loop, and returns the losses."""
+    losses = []
+    for step in range(STEPS * accumulation):
+        with one.accumulate(model):
+            loss = model(**samples(replica, step)).loss
+            losses.append(float(loss.detach()))
+            one.backward(loss)
+            if one.sync_gradients and clip is not None:
+                one.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    known = {name: value for name, value in other.items() if name in one}
+    assert known.keys() == one.keys()
+    return max((one[name] - value).abs().max().item() for name, value in known.items())

@@ -1,0 +1,113 @@
+"""The ordinary loop with Megatron-LM equals one process. On CPU ranks, under the tests' stand-in for CUDA."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+def assert_trains_as_one_process(
+    rank, kind="llama", *, tolerance=1e-5, accumulation=1, clip=None, optimizer="adamw", **options
+):
+    from loops import accelerator, largest_difference, make_model, optimizer_of, reference, train
+
+    with accelerator(gradient_accumulation_steps=accumulation, **options) as one:
+        replicas = one.num_processes // (options.get("tp_degree", 1) * options.get("pp_degree", 1))
+        stages_of = options.get("tp_degree", 1)
+        replica = one.process_index // stages_of % replicas
+        expected = make_model(kind)
+        losses = reference(expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip)
+        source = make_model(kind)
+        model, prepared = one.prepare(source, optimizer_of(source, optimizer))
+        found = train(one, model, prepared, replica, accumulation=accumulation, clip=clip)
+        if replica == 0:
+            assert found == pytest.approx(losses, abs=tolerance)
+        state = one.get_state_dict(model)
+        if state:
+            assert largest_difference(state, expected.state_dict()) < tolerance
+
+
+# In fp32, SGD: AdamW divides gradients that are zero but for rounding (of the bias of keys, for example) by their size.
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied"])
+def test_one_rank_trains_as_one_process(rank, kind, optimizer):
+    assert_trains_as_one_process(rank, kind, num_micro_batches=2, optimizer=optimizer, clip=0.5, accumulation=2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_two_tensor_parallel_ranks_train_as_one_process(rank, kind, sequence):
+    assert_trains_as_one_process(rank, kind, tp_degree=2, sequence_parallelism=sequence, clip=0.5, optimizer="sgd")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied"])
+def test_two_stages_train_as_one_process(rank, kind):
+    assert_trains_as_one_process(rank, kind, pp_degree=2, num_micro_batches=2, clip=0.5, optimizer="sgd")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("kind", "sequence"), [("gpt2", True), ("llama", True), ("llama tied", False)])
+def test_two_stages_of_two_tensor_parallel_ranks_train_as_one_process(rank, kind, sequence):
+    options = {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 4, "sequence_parallelism": sequence}
+    assert_trains_as_one_process(rank, kind, accumulation=2, clip=0.5, optimizer="sgd", **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_replicas_train_as_one_process(rank, sharded):
+    assert_trains_as_one_process(
+        rank, "llama", use_distributed_optimizer=sharded, optimizer="adamw" if sharded else "sgd", accumulation=2
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["tp_degree", "pp_degree"])
+def test_evaluation_returns_loss_and_logits_on_every_rank(rank, axis):
+    import torch
+    from loops import accelerator, make_model, samples
+
+    with accelerator(**{axis: 2}) as one, torch.no_grad():
+        batch = samples(0, 0)
+        expected = make_model("gpt2").eval()(**batch)
+        found = one.prepare(make_model("gpt2")).eval()(**batch)
+        assert float(found.loss) == pytest.approx(float(expected.loss), abs=1e-5)
+        kept = batch["attention_mask"] == 1
+        assert torch.allclose(found.logits[kept], expected.logits[kept], atol=1e-5)
+
+
+LAUNCHED = """
+import sys
+sys.path.insert(0, {folder!r})
+from cuda_on_cpu import cuda_on_cpu
+from loops import make_model, optimizer_of, samples
+
+with cuda_on_cpu():
+    from accel import Accelerator
+
+    accelerator = Accelerator()
+    model = make_model("llama")
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.backward(model(**samples(0, 0)).loss)
+    optimizer.step()
+    config = accelerator.backend.config
+    accelerator.print("trained", accelerator.backend.name, config.pp_degree, config.num_micro_batches)
+    accelerator.end_training()
+"""
+
+
+def test_flags_of_accel_launch_reach_the_backend(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED.format(folder=str(Path(__file__).parent)))
+    flags = ["--use_megatron_lm", "--megatron_lm_pp_degree", "2", "--megatron_lm_num_micro_batches", "2"]
+    command = [sys.executable, "-m", "accel", "launch", "--cpu", "--num_processes", "2", *flags, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert "trained megatron 2 2" in done.stdout, done.stderr

@@ -1,0 +1,78 @@
+"""Options of Megatron-LM: sources, degrees, refusals."""
+
+import pytest
+
+from accel_megatron import MegatronLMPlugin
+from accel_megatron.config import _OPTIONS
+from accel_state.errors import BackendError, ConfigError
+
+
+def test_a_variable_is_read_where_a_field_is_not_given(monkeypatch):
+    monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "4")
+    monkeypatch.setenv("MEGATRON_LM_SEQUENCE_PARALLELISM", "false")
+    assert (MegatronLMPlugin().tp_degree, MegatronLMPlugin(tp_degree=2).tp_degree) == (4, 2)
+    assert MegatronLMPlugin().sequence_parallelism is False
+    monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "two")
+    with pytest.raises(ConfigError, match="MEGATRON_LM_PP_DEGREE"):
+        MegatronLMPlugin()
+
+
+def test_context_parallelism_is_off_by_default():
+    assert MegatronLMPlugin().context_parallel_size == 1
+
+
+@pytest.mark.parametrize("name", [name for name, option in _OPTIONS.items() if option.refused])
+def test_what_is_not_served_is_refused_with_its_reason(name):
+    default = _OPTIONS[name].default
+    other = {"False": True, "None": 3, "1": 2, "local": "flash"}[str(default)]
+    with pytest.raises(ConfigError, match=name):
+        MegatronLMPlugin(**{name: other})
+    assert getattr(MegatronLMPlugin(**{name: default}), name) == default
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tp_degree": 0}, "tp_degree=0; expected a whole number of at least 1"),
+        ({"gradient_clipping": -1}, "gradient_clipping=-1"),
+        ({"recompute_method": "all"}, "'uniform' or 'block'"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "gradients were wrong with two stages"),
+    ],
+)
+def test_invalid_values_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        MegatronLMPlugin(**options)
+
+
+def facts(world, **degrees):
+    from accel_backends.core.config import StrategyFacts
+    from accel_state import Device, Topology
+    from accel_state.parallelism.config import MESH_AXES, ParallelismConfig
+
+    given = frozenset(name.removesuffix("_size") for name in degrees)
+    topology = Topology.from_env({"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"})
+    return StrategyFacts(topology, Device("cpu"), ParallelismConfig(**degrees), frozenset(MESH_AXES) - given)
+
+
+def test_degrees_come_from_either_place_and_replicas_are_the_rest():
+    by_plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2).resolve(facts(8))
+    by_axes = MegatronLMPlugin().resolve(facts(8, tp_size=2, pp_size=2, dp_shard_size=2))
+    for found in (by_plugin, by_axes):
+        assert (found.config.tp_degree, found.config.pp_degree) == (2, 2)
+        assert [found.parallelism.size(axis) for axis in ("tp", "pp")] == [2, 2]
+        assert found.parallelism.data_parallel_size == 2
+
+
+def test_degrees_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match="tp_degree is 4, and parallelism_config says tp_size=2"):
+        MegatronLMPlugin(tp_degree=4).resolve(facts(8, tp_size=2))
+    with pytest.raises(ConfigError, match="sequence_parallelism splits sequences over tensor-parallel ranks"):
+        MegatronLMPlugin(sequence_parallelism=True).resolve(facts(2))
+
+
+def test_without_the_library_the_install_line_is_told(monkeypatch):
+    from accel_megatron import library
+
+    monkeypatch.setattr(library, "installed", lambda: False)
+    with pytest.raises(BackendError, match=r'not installed: pip install "accel-megatron\[megatron\]"'):
+        library.library()

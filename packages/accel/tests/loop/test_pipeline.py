@@ -1,0 +1,48 @@
+"""A user's loop over the stages of a pipeline trains as it does in one process."""
+
+import pytest
+
+from .pipelines import MODELS, accelerator_of, distance, full_state, loader, optimizer_of, train, train_plainly
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def assert_trains_as_one_process(name, degrees, config, *, accumulated=1, clip=None):
+    replicas = degrees.get("dp_replicate_size", 1)
+    expected, _, losses = train_plainly(name, accumulated=accumulated * replicas, clip=clip)
+    accelerator = accelerator_of(degrees, config, gradient_accumulation_steps=accumulated)
+    model = MODELS[name]().double()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer, batches = accelerator.prepare(model, optimizer_of(model), loader())
+    assert sum(parameter.numel() for parameter in model.parameters()) < size
+    found = train(accelerator, model, optimizer, batches, clip=clip)
+    if replicas == 1:
+        assert found == pytest.approx(losses, rel=1e-10)
+    state = full_state(accelerator, model)
+    wanted = expected.state_dict()
+    assert set(state) == set(wanted)
+    assert max(distance(state[key], value) for key, value in wanted.items()) <= 1e-10
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_two_stages_with_1f1b(rank, name):
+    assert_trains_as_one_process(name, {"pp_size": 2}, {})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interleaved_zero_bubble", "zero_bubble_v"])
+def test_two_stages_or_more_with_other_schedules(rank, schedule):
+    assert_trains_as_one_process("llama tied", {"pp_size": 2}, {"schedule": schedule, "num_microbatches": 4})
+
+
+@pytest.mark.ranks(2)
+def test_accumulation_and_clipping(rank):
+    """With GPT-2, because the norms of Llama round gradients to fp32, the scaled ones otherwise than the unscaled."""
+    assert_trains_as_one_process("gpt2", {"pp_size": 2}, {}, accumulated=3, clip=0.5)
+
+
+@pytest.mark.ranks(4)
+def test_replicas_of_a_pipeline(rank):
+    assert_trains_as_one_process("gpt2", {"pp_size": 2, "dp_replicate_size": 2}, {}, clip=0.5)

@@ -1,0 +1,182 @@
+"""Calls of a model in a pipeline: evaluation, losses of the user, and what is refused."""
+
+import pytest
+import torch
+
+from accel_state.errors import BackendError, ConfigError, PrepareError
+
+from .pipelines import (
+    Texts,
+    accelerator_of,
+    distance,
+    gpt2,
+    llama,
+    loader,
+    next_token_loss,
+    optimizer_of,
+    train_plainly,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def prepared(**config):
+    accelerator = accelerator_of({"pp_size": 2}, config)
+    return accelerator, accelerator.prepare(llama().double())
+
+
+def batch_of(samples):
+    return next(iter(loader(samples)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble_v"])
+def test_evaluation_returns_all_outputs_on_every_rank(rank, schedule):
+    accelerator, model = prepared(schedule=schedule)
+    expected = llama().double().eval()
+    model.eval()
+    for samples in (4, 4, 3):  # three samples are three micro-batches of one, or one of three
+        batch = batch_of(samples)
+        with torch.no_grad():
+            found, wanted = model(**batch), expected(**batch)
+        assert distance(found.logits, wanted.logits) <= 1e-10
+        assert float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-10)
+        assert found["logits"] is found[1]
+    with torch.no_grad():
+        assert distance(model(batch["input_ids"]).logits, expected(batch["input_ids"]).logits) <= 1e-10
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_outputs_can_stay_on_the_last_stage(rank):
+    accelerator, model = prepared(outputs="last")
+    with torch.no_grad():
+        found = model.eval()(**batch_of(4))
+    if rank == 1:
+        assert found.logits.shape[0] == 4
+    else:
+        with pytest.raises(
+            BackendError, match=r"outputs.logits .*last stage; nearest: PipelineParallelConfig\(outputs"
+        ):
+            print(found.logits)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_of_the_user_trains(rank):
+    """Without padding, so that the mean over samples is the mean over tokens."""
+
+    def loss_fn(outputs, batch):
+        return next_token_loss(outputs.logits, batch["labels"], outputs.logits.shape[-1]) * batch["factor"]
+
+    accelerator = accelerator_of({"pp_size": 2}, {"loss_fn": loss_fn})
+    model, expected = llama().double(), llama().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    tokens = Texts().tokens[:4]
+    loss = model(input_ids=tokens, labels=tokens, factor=2.0).loss
+    accelerator.backward(loss / 2)
+    wanted = expected(input_ids=tokens, labels=tokens).loss
+    wanted.backward()
+    assert float(loss) == pytest.approx(2 * float(wanted), rel=1e-10)
+    gradients = accelerator.full_gradients(model)
+    named = dict(expected.named_parameters())
+    assert gradients.keys() == named.keys()
+    assert max(distance(gradients[name], one.grad) for name, one in named.items()) <= 1e-6  # norms are in fp32
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_as_in_one_process(rank, precision):
+    """Nearly, because losses of micro-batches are rounded on their own."""
+    accelerator = accelerator_of({"pp_size": 2}, {}, mixed_precision=precision)
+    model = llama()
+    model, optimizer, batches = accelerator.prepare(model, optimizer_of(model), loader())
+    found = []
+    for batch in batches:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    _, _, losses = train_plainly("llama", dtype=torch.float32)
+    assert found == pytest.approx(losses, abs=0.2)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_calls_that_cannot_be_exact_are_refused(rank):
+    accelerator, model = prepared(num_microbatches=4)
+    with pytest.raises(
+        BackendError, match=r"batch of 6 samples does not divide into 4 micro-batches; nearest: .* of 8"
+    ):
+        model(**batch_of(6))
+    batch = batch_of(4)
+    with pytest.raises(BackendError, match=r"in training without labels; .*pass labels, or give the loss to"):
+        model(batch["input_ids"])
+    output = model(**batch)
+    with pytest.raises(BackendError, match=r"outputs.logits of a model that trains in a pipeline: .*loss_fn="):
+        print(output.logits)
+    accelerator.backward(output.loss, retain_graph=True)
+    with pytest.raises(BackendError, match="second backward of a loss whose gradients a pipeline computed"):
+        accelerator.backward(output.loss)
+    with pytest.raises(BackendError, match="output_hidden_states was given"):
+        model(**batch, output_hidden_states=True)
+    with pytest.raises(BackendError, match="is on another rank of the pipeline"):
+        accelerator.unwrap_model(model)(batch["input_ids"])
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_models_that_cannot_be_split_are_refused(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {})
+    with pytest.raises(PrepareError, match="Linear has no base_model and output embeddings"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(PrepareError, match="1 blocks do not make 2 pipeline stages; nearest: 1 stages"):
+        accelerator.prepare(llama(blocks=1))
+    accelerator.end_training()
+    with pytest.raises(ConfigError, match="no pipeline schedule '2f2b'"):
+        accelerator_of({"pp_size": 2}, {"schedule": "2f2b"})
+    with pytest.raises(ConfigError, match="1 micro-batches for a pipeline of 2 stages; nearest: num_microbatches=2"):
+        accelerator_of({"pp_size": 2}, {"num_microbatches": 1})
+
+
+@pytest.mark.ranks(2)
+def test_the_degree_selects_the_backend_and_explain_describes_it(rank):
+    from accel import Accelerator
+    from accel_state import ParallelismConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    text = str(accelerator.explain())
+    assert "backend pipeline: it serves the axes pp; pipeline of 2 stages, schedule 1f1b, 2 micro-batches" in text
+    assert accelerator.data_shard.count == 1
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_weights_of_losses_count(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {}, gradient_accumulation_steps=2)
+    model, expected = gpt2().double(), gpt2().double()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    batches, weights = list(loader())[:2], (5.0, 3.0)
+    for batch, weight in zip(batches, weights, strict=True):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss * weight, weight=weight)
+        (expected(**batch).loss * weight / sum(weights)).backward()
+    found = accelerator.full_gradients(model)
+    wanted = dict(expected.named_parameters())
+    assert max(distance(found[name], one.grad) for name, one in wanted.items()) <= 1e-10
+    optimizer.step()
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_is_prepared_for_inference_only(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {})
+    model, expected = accelerator.prepare_model(llama().double(), evaluation_mode=True), llama().double()
+    batch = batch_of(4)
+    with torch.no_grad():
+        assert distance(model(**batch).logits, expected(**batch).logits) <= 1e-10
+    accelerator.end_training()
