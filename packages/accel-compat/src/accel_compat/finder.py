@@ -43,9 +43,8 @@ class _Loader(InspectLoader):
     """Makes modules whose names are imported from the places that their stub lists, on first use."""
 
     def get_source(self, fullname: str) -> str:
-        """Source that ``python -m accelerate.commands.X`` runs."""
-        _, _, command = fullname.rpartition(".")
-        return f"from accel_compat.commands.main import run_module\nrun_module({command!r})\n"
+        """Source that ``python -m accelerate.X`` runs; accel has no commands under these names."""
+        return f"raise SystemExit('python -m {fullname} has no counterpart; use accel (accel --help)')\n"
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(self.get_source(fullname), str(stub_of(fullname)), "exec")

@@ -69,7 +69,7 @@ def gather_object(object: Any) -> Any:
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Pads every tensor along ``dim`` to its longest length over all processes."""
     try:
-        return tensors.pad_across_processes(tensor, dim, pad_index, pad_first, verify=False)
+        return tensors.pad_across_processes(tensor, dim, pad_index, pad_first, verify=SharedPartialState().debug)
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
             f"Error found while calling `{MODULE}.pad_across_processes`. Please see the earlier error for more details."

@@ -24,11 +24,11 @@ def check_os_kernel() -> None:
         return
     _, version, *_ = re.split(r"(\d+\.\d+\.\d+)", facts.release)
     if tuple(map(int, version.split("."))) < KERNEL:
-        LOG.warning(
-            "Detected kernel version %s, which is below the recommended minimum of 5.5.0; this can cause the process "
-            "to hang. It is recommended to upgrade the kernel to the minimum version or higher.",
-            version,
+        text = (
+            f"Detected kernel version {version}, which is below the recommended minimum of 5.5.0; this can cause the "
+            "process to hang. It is recommended to upgrade the kernel to the minimum version or higher."
         )
+        LOG.warning(text)
 
 
 def is_peft_model(model: Any) -> bool:
