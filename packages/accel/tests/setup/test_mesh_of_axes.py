@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.utils import TorchContextParallelConfig, TorchTensorParallelConfig
-from accel_state import ParallelismConfig
+from accel_state import ParallelismConfig, PrepareError
 from accel_testing import RankPool
 from accel_testing.equivalence.compare import assert_close_state
 
@@ -79,7 +79,8 @@ def train(degrees: Degrees, *, accumulate: int = 2, tied: bool = False) -> dict[
     optimizer = optimizer_of(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     size = GLOBAL_BATCH // accelerator.data_shard.count // accumulate
-    loader = DataLoader(samples(), batch_size=size, collate_fn=batch_of)
+    rows_of_samples: Any = samples()
+    loader: Any = DataLoader(rows_of_samples, batch_size=size, collate_fn=batch_of)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     losses, norms, rows = [], [], []
     for batch in loader:
@@ -132,7 +133,8 @@ LAYOUTS: dict[str, Degrees] = {
 
 @pytest.fixture(scope="module")
 def expected(rank_pool: RankPool) -> dict[str, Any]:
-    return rank_pool.run(train, {}, ranks=1)[0]
+    found: dict[str, Any] = rank_pool.run(train, {}, ranks=1)[0]
+    return found
 
 
 @pytest.mark.parametrize("degrees", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -212,3 +214,79 @@ def part(degrees: Degrees, micro_batches: slice, *, load: str = "", save: str = 
     state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.end_training()
     return state
+
+
+def loss_of_buffers(degrees: Degrees, loss: bool) -> dict[str, Any]:
+    """A step in which the user shards his buffers himself, and an evaluation of full sequences."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees) if degrees else None)
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.stack(samples()[:GLOBAL_BATCH])
+    shifted = nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+    before = tokens.clone()
+    with accelerator.maybe_context_parallel(buffers=[tokens, shifted], buffer_seq_dims=[1, 1]):
+        within = tuple(tokens.shape)
+        output = model(input_ids=tokens, labels=shifted if loss else None, shift_labels=shifted)
+        accelerator.backward(output.loss)
+    optimizer.step()
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    found = {
+        "within": within,
+        "restored": torch.equal(tokens, before),
+        "logits": accelerator.gather_for_metrics(logits.argmax(-1)),
+        "state": dict(accelerator.get_state_dict(model)),
+    }
+    accelerator.end_training()
+    return found
+
+
+def test_buffers_that_a_user_shards_train_as_full_ones(rank_pool: RankPool) -> None:
+    expected = rank_pool.run(loss_of_buffers, {}, True, ranks=1)[0]
+    found = rank_pool.run(loss_of_buffers, LAYOUTS["cp2"], False, ranks=2)
+    assert (expected["within"], found[0]["within"]) == ((GLOBAL_BATCH, LENGTH), (GLOBAL_BATCH, LENGTH // 2))
+    assert all(one["restored"] for one in found)
+    assert_close_state(found[0]["state"], expected["state"], rtol=0, atol=1e-10)
+    for one in found:
+        assert torch.equal(one["logits"], expected["logits"])
+
+
+def prepare(degrees: Degrees, make: Any) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees))
+    try:
+        accelerator.prepare(make())
+    finally:
+        accelerator.end_training()
+
+
+def odd_heads() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=6, n_layer=1, n_head=2))
+    model.set_attn_implementation("eager")
+    made: nn.Module = model
+    return made
+
+
+@pytest.mark.parametrize(
+    ("degrees", "make", "message"),
+    [
+        ({"cp_size": 2}, odd_heads, "computes attention by 'eager'.*nearest: attn_implementation=\"sdpa\""),
+        ({"cp_size": 2}, lambda: nn.Linear(2, 2), "Linear is no transformers model"),
+        (
+            {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan={"wrong": "colwise"})},
+            lambda: nn.Sequential(nn.Linear(2, 2)),
+            "names 'wrong', and Sequential has no such module",
+        ),
+        (
+            {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan={"0": "colwise_gather_output"})},
+            lambda: nn.Sequential(nn.Linear(2, 3)),
+            "0 has 3 output features, which 2 tensor-parallel ranks do not divide",
+        ),
+    ],
+)
+def test_models_that_an_axis_cannot_compute_are_refused_at_prepare(
+    rank_pool: RankPool, degrees: Degrees, make: Any, message: str
+) -> None:
+    with pytest.raises(PrepareError, match=message):
+        rank_pool.run(prepare, degrees, make, ranks=2)

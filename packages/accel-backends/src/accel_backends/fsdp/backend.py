@@ -93,7 +93,7 @@ class FSDPBackend(ModuleBackend):
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
         self._released: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
         self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-        self.layout = MeshLayout(run, self._spread)
+        self.layout = MeshLayout(run, self._spread, self._axes)
         self.gradients = DTensorGradients(self, self._sharded)
         self.states = DTensorStates(self, self._sharded, self._spread)
 

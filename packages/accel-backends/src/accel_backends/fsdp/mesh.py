@@ -1,12 +1,16 @@
 """Device mesh that models are sharded over."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from typing import TYPE_CHECKING, Any, final
+
+import torch
 
 from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.ops.dtensor import is_dtensor
+from accel_backends.parallel.axes import ModelAxes
 from accel_backends.roles.layout import ReplicatedLayout
 from accel_state.parallelism.config import ParallelismConfig
 
@@ -130,11 +134,11 @@ class ShardingMesh:
 
 @final
 class MeshLayout(ReplicatedLayout):
-    """Layout of models that are sharded over ``mesh``."""
+    """Layout of models that are sharded over ``mesh``; ``axes``: the axes that the backend applies before."""
 
-    def __init__(self, run: Run, mesh: ShardingMesh) -> None:
+    def __init__(self, run: Run, mesh: ShardingMesh, axes: ModelAxes | None = None) -> None:
         super().__init__(run)
-        self._sharding = mesh
+        self._sharding, self._axes = mesh, axes
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -152,3 +156,10 @@ class MeshLayout(ReplicatedLayout):
         """First rank of this rank's tensor-parallel group, whose ranks draw the same dropout masks."""
         rank = self.run.session.rank
         return rank - rank % self._sharding.tensor_size
+
+    def sharded_buffers(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()
+    ) -> AbstractContextManager[None]:
+        """Context in which each buffer is, in place, this rank's shard for its context-parallel group."""
+        inputs = None if self._axes is None else self._axes.inputs
+        return super().sharded_buffers(buffers, dims) if inputs is None else inputs.sharded_buffers(buffers, dims, kept)

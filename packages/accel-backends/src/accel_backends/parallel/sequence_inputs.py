@@ -13,15 +13,16 @@ from accel_backends.parallel.context_parallel import IGNORED, Context
 from accel_state.errors import BackendError, PrepareError
 
 _TOKENS = ("input_ids", "inputs_embeds")
+_OUTPUTS = ("logits", "last_hidden_state")
 
 
 @final
 class SequenceInputs:
     """Shards the inputs of models over a context-parallel group, whose ranks are given the same full sequences.
 
-    A model is called with full sequences as keywords. Its loss is the mean over the labelled tokens of all ranks, and
-    its other outputs are those of this rank's tokens (``Context.positions``). Within ``sharded_buffers`` the inputs are
-    shards already.
+    A model is called with full sequences as keywords. Its loss is the mean over the labelled tokens of all ranks. Its
+    other outputs are those of this rank's tokens (``Context.positions``) where gradients are computed, and otherwise
+    those of full sequences. Within ``sharded_buffers`` the inputs, and therefore all outputs, are shards already.
     """
 
     def __init__(self, context: Context) -> None:
@@ -31,7 +32,7 @@ class SequenceInputs:
     def attach(self, model: nn.Module) -> None:
         """Registers the hooks that shard the model's inputs, and that make its loss that of all ranks."""
         model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._share_loss)
+        model.register_forward_hook(self._share_outputs)
 
     @contextmanager
     def sharded_buffers(
@@ -70,10 +71,7 @@ class SequenceInputs:
                 f"{type(model).__name__} was called with {len(args)} arguments without names, and context parallelism "
                 f"shards tensors by name; nearest: model({_TOKENS[0]}=..., labels=...)"
             )
-        if not self._given_shards:
-            kwargs = self.context.shard_batch(kwargs)
-        elif kwargs.get("position_ids") is None:
-            kwargs = {**kwargs, "position_ids": self._positions(kwargs)}
+        kwargs = self._completed(kwargs) if self._given_shards else self.context.shard_batch(kwargs)
         labels = kwargs.get("shift_labels", kwargs.get("labels"))
         if isinstance(labels, torch.Tensor) and kwargs.get("num_items_in_batch") is None:
             count = (labels != IGNORED).sum().to(torch.float64 if labels.device.type == "cpu" else torch.float32)
@@ -81,17 +79,42 @@ class SequenceInputs:
             kwargs["num_items_in_batch"] = count.clamp(min=1) / self.context.mesh.size()
         return args, kwargs
 
-    def _share_loss(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _completed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments that are shards, with the positions of their tokens, and with labels for models that need both."""
+        given = dict(kwargs)
+        if given.get("labels") is not None and given.get("shift_labels") is None:
+            raise BackendError(
+                "labels of shards: the label of a shard's last token is on another rank; nearest: shift the labels of "
+                "full sequences by one, shard them too, and pass them as shift_labels"
+            )
+        if given.get("shift_labels") is not None:
+            given["labels"] = given["shift_labels"]
+        if given.get("position_ids") is None:
+            first = next(given[name] for name in _TOKENS if given.get(name) is not None)
+            length = first.shape[1] * self.context.mesh.size()
+            given["position_ids"] = self.context.positions(length, device=first.device).expand(first.shape[:2])
+        return given
+
+    def _share_outputs(self, model: nn.Module, args: Any, output: Any) -> None:
         loss = getattr(output, "loss", None)
         if isinstance(loss, torch.Tensor):
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=self.context.group)
             output.loss = loss + (mean / self.context.mesh.size() - loss.detach())
+        if torch.is_grad_enabled() or self._given_shards:
+            return
+        for name in _OUTPUTS:
+            if isinstance(shard := getattr(output, name, None), torch.Tensor):
+                setattr(output, name, self._joined(shard))
 
-    def _positions(self, kwargs: dict[str, Any]) -> torch.Tensor:
-        first = next(kwargs[name] for name in _TOKENS if kwargs.get(name) is not None)
-        length = first.shape[1] * self.context.mesh.size()
-        return self.context.positions(length, device=first.device).expand(first.shape[0], first.shape[1])
+    def _joined(self, shard: torch.Tensor) -> torch.Tensor:
+        """Full sequences from the shards of all ranks."""
+        size = self.context.mesh.size()
+        shards = [torch.empty_like(shard) for _ in range(size)]
+        dist.all_gather(shards, shard.contiguous(), group=self.context.group)
+        length = shard.shape[1] * size
+        places = [self.context.sharding.positions(length, rank, device=shard.device) for rank in range(size)]
+        return torch.cat(shards, 1).index_select(1, torch.cat(places).argsort())
 
 
 def check_inputs(model: nn.Module) -> None:
