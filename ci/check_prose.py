@@ -1,7 +1,8 @@
 """Prose of docstrings and docs pages: module docstrings name their subject, terms are those of the glossary.
 
-Refuses module docstrings that are indirect questions, words that ``docs/glossary.md`` bans, and sentences of more than
-35 words on the docs pages. ``--sample N --seed S`` prints N docstrings drawn from all sources, to be read and graded.
+Refuses module docstrings that are indirect questions, words that ``docs/concepts/glossary.md`` bans, and sentences of
+more than 35 words on the docs pages. ``--sample N --seed S`` prints N docstrings drawn from all sources, to be read and
+graded.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def complaints() -> Iterator[str]:
             for pattern, instead in BANNED.items():
                 if found := re.search(rf"\b{pattern}\b", text, re.IGNORECASE):
                     yield f"{place}: {found[0]!r}; write: {instead}"
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in sorted((ROOT / "docs").rglob("*.md")):
         for sentence in sentences(page.read_text()):
             if (words := len(sentence.split())) > MAX_WORDS:
                 yield f"{page.relative_to(ROOT)}: {words} words in one sentence: {sentence[:80]}..."

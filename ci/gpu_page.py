@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/gpu.md`` from the newest results in ``benchmarks/results``.
+"""Writes the tables of ``docs/guides/gpu.md`` from the newest results in ``benchmarks/results``.
 
     python ci/gpu_page.py --update                   # after a change of the sections or goals
     python ci/gpu_page.py --keep DIR/results.json    # keeps the results of a run, and updates the page
@@ -20,7 +20,7 @@ from benchmarks.gpu.goals import GOALS  # noqa: E402
 from benchmarks.gpu.sections import BY_NAME as SECTIONS  # noqa: E402
 from benchmarks.gpu.table import number  # noqa: E402
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "guides" / "gpu.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- begin: python ci/gpu_page.py --update -->", "<!-- end -->"
 NOT_RUN = "not run"
@@ -107,7 +107,7 @@ def main() -> int:
     if args.update or args.keep:
         PAGE.write_text(expected, encoding="utf-8")
     elif page != expected:
-        print("docs/gpu.md is not that of the newest results; run: python ci/gpu_page.py --update")
+        print("docs/guides/gpu.md is not that of the newest results; run: python ci/gpu_page.py --update")
         return 1
     return 0
 

@@ -43,8 +43,9 @@ def test_every_benchmark_is_listed_and_tested():
 
 
 ELSEWHERE = {"planner_xla": "torch_xla"}  # in an environment of its own
-# The quickest, which have all of the harness: ranks, loops, memory, checkpoints, processes of their own.
-QUICK = ("checkpoint", "padding", "planner", "planner_xla", "resume")
+# The quickest, which have all of the harness: ranks, loops, checkpoints, processes of their own. The planner's
+# measurements are those of its own tests.
+QUICK = ("checkpoint", "padding", "planner_xla", "resume")
 
 
 @pytest.mark.ranks(1, group=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 README = "README.md"
 # The READMEs of the other packages are tested beside them.
-PAGES = [README, "packages/accel/README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES = [README, "packages/accel/README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"# ([\w/.-]+\.(?:py|yaml))\n")
 # On a machine with accelerators, too, tests of pages are about processes and not about devices.

@@ -233,7 +233,7 @@ def test_no_ranks_are_refused() -> None:
     [
         pytest.param(signal.SIGKILL, [], 4, id="SIGKILL"),
         pytest.param(signal.SIGTERM, [], 4, id="SIGTERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, [], 4, id="SIGINT"),
+        pytest.param(signal.SIGINT, [], 4, id="SIGINT", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, ["--launcher=accel"], 3, id="SIGKILL-accel", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, ["--launcher=torchrun"], 3, id="SIGTERM-torchrun"),
     ],
@@ -299,3 +299,10 @@ def wait_until(condition: object, seconds: float = 90.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_rank_counts_devices_without_a_driver_that_no_fork_survives() -> None:
+    from accel_testing.ranks.environment import rank_environment
+
+    assert rank_environment({})["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert rank_environment({"CUDA_MODULE_LOADING": "EAGER"})["CUDA_MODULE_LOADING"] == "EAGER"

@@ -51,7 +51,7 @@ def test_the_sample_is_small() -> None:
 
 
 class Stranger:
-    """A reader written from docs/checkpoint-format.md alone, with JSON, two digests and the safetensors library."""
+    """A reader written from the page on the format alone, with JSON, two digests and the safetensors library."""
 
     def __init__(self, folder: Path) -> None:
         raw = (folder / "manifest.json").read_bytes()

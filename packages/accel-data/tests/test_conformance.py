@@ -1,8 +1,8 @@
 """One list of promises, kept by every kind of source with any ranks and workers through anything that happens to a run.
 
 A cell is a kind of source, a number of workers, a number of ranks and an event. ``NOT_PROMISED`` has every cell that is
-not exact, with the reason; docs/data.md says the same. Every other cell delivers each sample of an epoch exactly once,
-in the order of an uninterrupted run, with all random draws of dataset and model, bit for bit.
+not exact, with the reason; docs/guides/data.md says the same. Every other cell delivers each sample of an epoch exactly
+once, in the order of an uninterrupted run, with all random draws of dataset and model, bit for bit.
 """
 
 import gc
@@ -209,7 +209,7 @@ class Row(NamedTuple):
     """Cells that are not exact, and why.
 
     Attributes:
-        because: the reason; docs/data.md has it in these words.
+        because: the reason; docs/guides/data.md has it in these words.
         witness: one of the cells, in which a test sees that it is so.
     """
 
@@ -336,7 +336,7 @@ def test_what_is_not_promised_is_not_so(rank: int, row: Row) -> None:
 
 
 def test_the_exceptions_are_those_of_the_documentation() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "data.md").read_text()
     section = page.partition("## What is exact")[2].partition("## ")[0]
     told = [
         " ".join(text.split()) for text in re.findall(r"^\d+\. (.*?)(?=^\d+\. |^$)", section, re.MULTILINE | re.DOTALL)

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from accel_deepspeed.library import build_operation, compiler_problem, drop_stale_lock, own_ninja
+from accel_deepspeed.library import build_operation, compiler_problem, drop_stale_lock, local_rank, own_ninja
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -92,3 +94,12 @@ def test_only_the_lock_of_a_build_that_was_killed_is_removed(tmp_path: Path) -> 
 def test_an_operation_that_deepspeed_does_not_have_is_refused() -> None:
     with pytest.raises(BackendError, match="not been implemented on CPU"):
         build_operation("FusedLambBuilder")
+
+
+@pytest.mark.parametrize(("index", "said"), [(0, "0"), (1, "1"), (None, "3")])
+def test_deepspeed_reads_the_index_of_the_device_as_local_rank(index: int | None, said: str) -> None:
+    session: Any = SimpleNamespace(local_rank=3, device=SimpleNamespace(index=index))
+    with patch_environment(LOCAL_RANK="7"):
+        with local_rank(session):
+            assert os.environ["LOCAL_RANK"] == said
+        assert os.environ["LOCAL_RANK"] == "7"

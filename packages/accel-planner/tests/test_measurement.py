@@ -51,7 +51,7 @@ def test_what_is_predicted_is_what_ranks_take(shape: str, strategy: str, precisi
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
-        ("zero:1", "no"),
+        pytest.param("zero:1", "no", marks=pytest.mark.slow),
         pytest.param("zero:2", "bf16", marks=pytest.mark.slow),
         ("zero:3+ckpt", "bf16"),
     ],

@@ -37,3 +37,15 @@ def test_probing_a_cpu_takes_no_time_that_anyone_would_notice():
 def test_no_precision_probes_nothing(monkeypatch):
     monkeypatch.setattr(DeviceFacts, "probe", classmethod(lambda cls, device_type: pytest.fail("probed")))
     assert PrecisionPolicy.parse("no", device_type="cpu") == PrecisionPolicy()
+
+
+@pytest.mark.parametrize(("arch", "has"), [("gfx90a", False), ("gfx942", True), ("gfx950", True), ("gfx1201", True)])
+def test_amd_gpus_have_fp8_from_these_generations_on(monkeypatch, arch, has):
+    from types import SimpleNamespace
+
+    from accel_precision.facts import _has_fp8
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(gcnArchName=arch))
+    assert _has_fp8("cuda") is has

@@ -21,15 +21,15 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspee
     ("layout", "program"),
     [
         ("ds0:2/fp32/acc=3/weighted", sgd_program),
-        ("ds1:2/fp32/acc=3/short", adamw_program),
-        ("ds2:2/fp32/acc=3/weighted", sgd_program),
+        pytest.param("ds1:2/fp32/acc=3/short", adamw_program, marks=pytest.mark.slow),
+        pytest.param("ds2:2/fp32/acc=3/weighted", sgd_program, marks=pytest.mark.slow),
         ("ds3:2/fp32/acc=3/short", adamw_program),
         pytest.param("ds3:2/fp32", sgd_program, marks=pytest.mark.slow),
         pytest.param("ds0:2/bf16/acc=3", adamw_program, marks=pytest.mark.slow),
         pytest.param("ds1:2/bf16/acc=3", adamw_program, marks=pytest.mark.slow),
         ("ds2:2/bf16", adamw_program),
         pytest.param("ds3:2/bf16/acc=3", adamw_program, marks=pytest.mark.slow),
-        ("ds2:1/fp32/acc=3", adamw_program),
+        pytest.param("ds2:1/fp32/acc=3", adamw_program, marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_one_process(rank_pool: RankPool, layout: str, program: Callable[[], Program]) -> None:
@@ -124,7 +124,7 @@ needs_cpu_adam = pytest.mark.skipif(
     [
         pytest.param("ds1:2/fp32/acc=3/weighted/offload_optimizer=cpu", marks=pytest.mark.slow),
         pytest.param("ds2:2/fp32/acc=3/offload_optimizer=cpu", marks=pytest.mark.slow),
-        "ds2:2/bf16/acc=3/offload_optimizer=cpu",
+        pytest.param("ds2:2/bf16/acc=3/offload_optimizer=cpu", marks=pytest.mark.slow),
         "ds3:2/fp32/acc=3/short/offload_optimizer=cpu/offload_param=cpu",
         pytest.param("ds3:2/bf16/offload_optimizer=cpu", marks=pytest.mark.slow),
     ],

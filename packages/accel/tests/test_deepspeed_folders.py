@@ -142,7 +142,14 @@ def test_a_run_of_deepspeed_goes_on_here(rank_pool: RankPool, tmp_path: Path, st
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "layout"),
-    [(0, 2, "single"), (1, 4, "ds1:4/tp=2"), (2, 2, "fsdp:2"), (2, 4, "ds2:2"), (3, 4, "ds0:2/tp=2"), (3, 2, "ds3:2")],
+    [
+        (0, 2, "single"),
+        (1, 4, "ds1:4/tp=2"),
+        pytest.param(2, 2, "fsdp:2", marks=pytest.mark.slow),
+        (2, 4, "ds2:2"),
+        (3, 4, "ds0:2/tp=2"),
+        pytest.param(3, 2, "ds3:2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_whose_ranks_share_layers_goes_on_here(
     rank_pool: RankPool, tmp_path: Path, stage: int, ranks: int, layout: str

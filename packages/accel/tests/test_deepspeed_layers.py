@@ -181,8 +181,15 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2], ids=["", "open window"])
-@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+@pytest.mark.parametrize(
+    ("chain", "accumulate"),
+    [
+        pytest.param(CHAINS["tp-z3 single tp-z0 tp-z1x2"], 1, id="from stage 3", marks=pytest.mark.slow),
+        pytest.param(CHAINS["tp-z3 single tp-z0 tp-z1x2"], 2, id="from stage 3, open window"),
+        pytest.param(CHAINS["z2 tp-z2 ddp tp-z3x2"], 1, id="from stage 2"),
+        pytest.param(CHAINS["z2 tp-z2 ddp tp-z3x2"], 2, id="from stage 2, open window", marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_goes_on_with_whole_layers_and_back(
     rank_pool: RankPool, tmp_path: Path, chain: list[tuple[Plan, int]], accumulate: int
 ) -> None:

@@ -204,7 +204,7 @@ def test_a_notebook_on_a_tpu_trains_in_its_own_process(on_devices):
 
 
 def test_the_page_about_xla_runs_as_shown(tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "xla.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "xla.md").read_text(encoding="utf-8")
     script = tmp_path / "xla_train.py"
     script.write_text(re.search(r"```python\n# xla_train.py\n(.*?)```", page, re.DOTALL)[1])
     variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}

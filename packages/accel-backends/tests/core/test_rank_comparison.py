@@ -1,6 +1,5 @@
 """Ranks that prepare different models or optimizers get an error that names the first difference, on every backend."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import nn
 
 from accel_backends import Bundle, Run, load_backend
-from accel_backends.fsdp.unreduced_gradients import parameter_groups
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 
@@ -44,9 +42,3 @@ def test_the_first_difference_is_named_on_every_rank(rank: int, name: str, case:
     with pytest.raises(PrepareError, match=f"ranks prepare different models.*: {CASES[case]}"):
         backend.prepare(Bundle([model], [optimizer]))
     backend.close()
-
-
-def test_groups_of_parameters_are_found_in_torch_before_and_since_2_13() -> None:
-    assert list(parameter_groups(SimpleNamespace(_fsdp_param_groups=[1, 2]))) == [1, 2]
-    assert list(parameter_groups(SimpleNamespace(_fsdp_param_group=1))) == [1]
-    assert list(parameter_groups(SimpleNamespace(_fsdp_param_group=None))) == []

@@ -127,3 +127,16 @@ def test_it_is_found_by_being_installed():
 def test_one_that_cannot_be_imported_says_why():
     with pytest.raises(BackendError, match=r"'broken' \(somebody_missing:Broken\) cannot be imported: No module"):
         load_backend("broken")
+
+
+@pytest.mark.usefixtures("installed")
+def test_one_that_two_packages_claim_is_refused(tmp_path, monkeypatch):
+    info = tmp_path / "another" / "another-2.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text("[accel.backends]\nown = another_own:Own\n")
+    monkeypatch.syspath_prepend(tmp_path / "another")
+    with pytest.raises(
+        BackendError, match=r"'own' .*(somebody 1\.0|another 2\.0) .* and .*(somebody 1\.0|another 2\.0)"
+    ):
+        load_backend("own")

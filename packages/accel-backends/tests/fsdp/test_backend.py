@@ -9,7 +9,7 @@ from packaging.version import Version
 from torch import nn
 
 from accel_backends import Bundle, FSDPBackend, FSDPConfig, Run, TorchDynamoPlugin
-from accel_backends.fsdp.unreduced_gradients import parameter_groups
+from accel_backends.private import unit_groups
 from accel_precision import PrecisionPolicy
 from accel_state import AccelError, BackendError, ConfigError, PrepareError, Session
 from accel_testing import RankPool
@@ -436,7 +436,7 @@ def test_what_is_gathered_ahead_in_backward_follows_the_options(prefetch: str, e
     backend.prepare(Bundle([model]))
     backend.backward(model(tokens(0)).mean())  # the order of the blocks is known after one step
     seen: list[bool] = []
-    (group,) = parameter_groups(model.blocks[0]._get_fsdp_state())
+    (group,) = unit_groups(model.blocks[0])
     model.blocks[1].norm1.register_full_backward_hook(
         lambda *_: seen.append(group._all_gather_result is not None or group.is_unsharded)
     )

@@ -172,3 +172,18 @@ def test_a_prepared_model_with_scales_can_be_let_go() -> None:
     del model, optimizer
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("named", "device", "backend"),
+    [
+        ("gloo", "cpu", "gloo"),
+        ("nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+    ],
+)
+def test_the_backend_that_serves_a_device_is_found(named, device, backend):
+    from accel_backends.fsdp.float8 import serves
+
+    assert serves(named, device) == backend

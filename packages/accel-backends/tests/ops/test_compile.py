@@ -172,3 +172,81 @@ def test_arguments_are_those_that_differ_from_torchs():
 def test_plugins_that_cannot_be_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         TorchDynamoPlugin(backend="inductor", **options)
+
+
+@torch._dynamo.register_backend(name="accel_test_static_buffers")
+def static_buffers(module, inputs, **options):
+    """A compiler whose graphs return the same buffers in every run, as CUDA graphs do."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiled(graph, inputs):
+        kept = []
+
+        def run(*values):
+            results = graph(*values)
+            if not kept:
+                kept.extend(one.clone() if isinstance(one, torch.Tensor) else one for one in results)
+            for buffer, one in zip(kept, results, strict=True):
+                if isinstance(one, torch.Tensor):
+                    buffer.copy_(one)
+            return [one.detach() if isinstance(one, torch.Tensor) else one for one in kept]
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=compiled)(module, inputs)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_gradients_accumulate_over_graphs_that_reuse_their_buffers(mode):
+    torch.manual_seed(0)
+    model = Stack()
+    expected = copy.deepcopy(model)
+    batches = [torch.randn(3, 4) for _ in range(8)]
+    compiled = compile_model(model, TorchDynamoPlugin("accel_test_static_buffers", mode=mode))
+    for _ in range(2):
+        for one in (compiled, expected):
+            one.zero_grad()
+            for batch in batches:
+                one(batch).square().sum().backward()
+        for mine, right in zip(compiled.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, right.grad)
+
+
+def test_blocks_evaluated_one_after_another_are_one_step_of_the_graphs(monkeypatch):
+    marks = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    model = compile_model(Stack(), TorchDynamoPlugin("eager", mode="reduce-overhead", use_regional_compilation=True))
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+        model(torch.randn(3, 4))
+    assert len(marks) == 2
+    first, _ = model(torch.randn(3, 4)), model(torch.randn(3, 4))  # the second would overwrite what the first saved
+    assert len(marks) == 3
+    first.sum().backward()
+    model(torch.randn(3, 4))
+    assert len(marks) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"backend": "cudagraphs"}, True),
+        ({}, False),
+    ],
+)
+def test_cuda_graphs_are_refused_where_parameters_are_freed(options, graphs):
+    from accel_backends.ops.compile import refuse_cuda_graphs
+    from accel_state import BackendError
+
+    plugin = TorchDynamoPlugin(**{"backend": "inductor", **options})
+    assert plugin.cuda_graphs is graphs
+    if graphs:
+        with pytest.raises(BackendError, match=r"strategy 'fsdp' allocates .* nearest: mode='max-autotune-no"):
+            refuse_cuda_graphs(plugin, "fsdp")
+    else:
+        refuse_cuda_graphs(plugin, "fsdp")

@@ -307,3 +307,16 @@ def test_a_hook_that_writes_into_the_losss_gradient_changes_that_backward_only(s
         backend.backward(loss, scale=0.5)
         found.append(weight.grad.tolist())
     assert found == [[1.0, 1.0], [0.5, 0.5], [0.5, 0.5]]
+
+
+def test_a_model_is_converted_before_it_is_moved(single, monkeypatch):
+    backend, moved = single("bf16-true"), []
+    place = type(backend).place
+
+    def noted(self, model):
+        moved.extend(parameter.dtype for parameter in model.parameters())
+        return place(self, model)
+
+    monkeypatch.setattr(type(backend), "place", noted)
+    prepared(backend)
+    assert set(moved) == {torch.bfloat16}

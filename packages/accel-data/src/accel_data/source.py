@@ -41,8 +41,7 @@ class Pass(ABC):
         remainder: real samples in the last step over all ranks: -1 unknown, 0 the last step is full or not padded. May
             be known only when the last batch is taken.
         delivered, at_end, complete: set by the loader: number of batches yielded to the user, whether the latest was
-        the
-            last, and whether the user then continued to the end of the loop.
+            the last, and whether the user then continued to the end of the loop.
         resumes: set by the loader: whether a resumed run reads the rest of this pass after the loop broke out of it.
         trail: digests of the indices that every rank must get in this pass; None: the indices are computed.
         trouble: set by the loader: returns the failure report of another rank, for a pass that waits for others; None

@@ -1,6 +1,8 @@
 """Ranks with streams of different lengths take equally many steps, and know what in them is real."""
 
+import faulthandler
 import gc
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -122,16 +124,21 @@ def test_without_other_processes_each_rank_is_on_its_own():
 
 
 class Collecting(Files):
-    """Files whose reader frees all unreachable objects of its process after the first element."""
+    """Files whose reader frees all unreachable objects of its process after the first element.
+
+    A reader that hangs prints its stacks before the loader gives it up.
+    """
 
     def shard(self, num_shards, index):
         return Collecting(self.files[index::num_shards])
 
     def __iter__(self):
+        faulthandler.dump_traceback_later(60, file=sys.__stderr__)
         for number, element in enumerate(super().__iter__()):
             if number == 1:
                 gc.collect()
             yield element
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.ranks(2)
@@ -143,7 +150,7 @@ def test_workers_leave_the_groups_of_freed_loaders_to_the_process_that_made_them
         cycle = [freed]
         cycle.append(cycle)
         del freed, cycle  # unreachable, and not freed before the workers have been forked
-        loader = DataLoader(Collecting(UNEVEN), batch_size=2, num_workers=1, timeout=30)
+        loader = DataLoader(Collecting(UNEVEN), batch_size=2, num_workers=1, timeout=90)
         got = listed(prepare_loader(loader, DataShard(rank, 2), options=OPTIONS))
     finally:
         gc.enable()

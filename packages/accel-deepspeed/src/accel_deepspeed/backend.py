@@ -15,7 +15,7 @@ from accel_backends.core.config import BackendConfig
 from accel_backends.core.module_backend import ModuleBackend
 from accel_backends.core.run import Run
 from accel_backends.ops.backward import explain
-from accel_backends.ops.compile import TorchDynamoPlugin, compile_regions
+from accel_backends.ops.compile import TorchDynamoPlugin, compile_regions, refuse_cuda_graphs
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.fqn import innermost
 from accel_deepspeed.checkpoint.engine_states import ZeroStates
@@ -122,7 +122,13 @@ class DeepSpeedBackend(ModuleBackend):
         return model
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """Compiles the engine with its own method, or the repeated blocks of its model in place."""
+        """Compiles the engine with its own method, or the repeated blocks of its model in place.
+
+        Raises:
+            BackendError: CUDA graphs on a CUDA device.
+        """
+        if self.device.type == "cuda":
+            refuse_cuda_graphs(plugin, self.name)
         prepared = self._engines.find(model)
         if prepared is None:
             return super().compile(model, plugin)

@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
+
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -182,8 +184,13 @@ def _forget_communication() -> None:
 
 @contextmanager
 def local_rank(session: "Session") -> Iterator[None]:
-    """Context in which LOCAL_RANK is set, from which DeepSpeed reads the local rank."""
-    with patch_environment(LOCAL_RANK=str(session.local_rank)):
+    """Context in which LOCAL_RANK is the index of the session's device, as which DeepSpeed reads it.
+
+    The two differ where a scheduler shows each rank one GPU, or the device was chosen. A device without an index, a CPU
+    for example, has the local rank.
+    """
+    index = session.device.index
+    with patch_environment(LOCAL_RANK=str(session.local_rank if index is None else index)):
         yield
 
 
@@ -240,12 +247,13 @@ def own_ninja() -> Iterator[None]:
 def build_operation(name: str) -> Any:
     """Compiles and loads an op (``CPUAdamBuilder``, for example), or loads it if it was compiled before.
 
-    Compilation takes a minute of one core, ten minutes for the op for states on disk.
+    DeepSpeed keeps the device type of its first import, so that is CUDA if there is such a device, although some ops
+    run on the host. Compilation takes a minute of one core, ten minutes for the op for states on disk.
 
     Raises:
         BackendError: the op cannot be compiled here.
     """
-    library("cpu")
+    library("cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(name)

@@ -4,6 +4,7 @@ from accel_inference.dispatch.load import load_checkpoint_and_dispatch as load_c
 from accel_inference.dispatch.offload import cpu_offload as cpu_offload
 from accel_inference.dispatch.offload import cpu_offload_with_hook as cpu_offload_with_hook
 from accel_inference.dispatch.offload import disk_offload as disk_offload
+from accel_inference.dispatch.quantized import load_and_quantize_model as load_and_quantize_model
 from accel_inference.hooks.align import AlignDevicesHook as AlignDevicesHook
 from accel_inference.hooks.attach import attach_align_device_hook as attach_align_device_hook
 from accel_inference.hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
@@ -50,6 +51,10 @@ from accel_inference.prefetch.prefetcher import Prefetcher as Prefetcher
 from accel_inference.prefetch.weights_map import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accel_inference.prefetch.weights_map import PrefixedDataset as PrefixedDataset
 from accel_inference.prefetch.weights_map import extract_submodules_state_dict as extract_submodules_state_dict
+from accel_inference.quantization.bnb_layers import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accel_inference.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
+from accel_inference.quantization.config import TorchAOQuantizationConfig as TorchAOQuantizationConfig
+from accel_inference.quantization.selection import get_keys_to_not_convert as get_keys_to_not_convert
 from accel_inference.weights.checkpoint_files import load_state_dict as load_state_dict
 from accel_inference.weights.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_inference.weights.offload_folder import load_offloaded_weight as load_offloaded_weight

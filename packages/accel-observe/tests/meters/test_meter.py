@@ -350,3 +350,53 @@ def test_only_the_main_rank_shows_progress(rank: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3723, "1:02:03")])
 def test_times_are_readable(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("AMD Instinct MI300X", 1307e12),
+    ],
+)
+def test_the_peak_is_that_of_the_whole_product_with_the_name(name: str, peak: float | None) -> None:
+    from accel_observe.meters.flops import peak_of
+
+    assert peak_of(name) == peak
+
+
+def test_norms_of_halves_are_sums_in_fp32_without_copies() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from accel_observe.private import norms
+
+    copies: list[str] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            copies.extend([str(function)] if "_to_copy" in str(function) else [])
+            return function(*args, **(kwargs or {}))
+
+    tensors = [torch.full((1 << 12,), 0.3, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    with Copies():
+        found = norms(tensors)
+    assert copies == []
+    assert {one.dtype for one in found} == {torch.float32}
+    torch.testing.assert_close(torch.stack(list(found)), torch.stack([one.float().norm() for one in tensors]))
+    (double,) = norms([torch.full((4,), 1e30, dtype=torch.float64)])
+    assert double.item() == pytest.approx(2e30)
+
+
+def test_memory_that_torch_does_not_observe_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_observe.meters.meter import device_memory
+
+    def refuse(device: torch.device) -> int:
+        raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", refuse)
+    assert device_memory(torch.device("mps")) == 0

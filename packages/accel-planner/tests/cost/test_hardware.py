@@ -61,3 +61,22 @@ def test_nodes_are_said_once() -> None:
 def test_sizes_come_back_as_bytes(number: int, unit: str) -> None:
     base, power = (1024, "KMGT".index(unit[0]) + 1) if "i" in unit else (1000, "BkMGT".index(unit[0]))
     assert parse_size(f"{number}{unit}") == number * base**power
+
+
+@pytest.mark.parametrize(
+    ("name", "product"),
+    [
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", None),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", "H200"),
+        ("Tesla T4", "T4"),
+    ],
+)
+def test_a_product_is_known_by_a_word_of_the_devices_name(name: str, product: str | None) -> None:
+    from accel_planner.cost.hardware import PRODUCTS, product_of
+
+    assert product_of(name) is (None if product is None else PRODUCTS[product])

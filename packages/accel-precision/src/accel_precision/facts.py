@@ -71,11 +71,11 @@ def _autocasts(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _has_fp8(device_type: str) -> bool:
-    """Whether the device has fp8 units: NVIDIA from compute capability 8.9 (Ada, Hopper), AMD from gfx94 (MI300)."""
+    """Whether the device has fp8 units: NVIDIA from compute capability 8.9 (Ada, Hopper), AMD gfx94, gfx95, gfx12."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return False
     if torch.version.hip:
-        return torch.cuda.get_device_properties().gcnArchName.startswith(("gfx94", "gfx95"))
+        return torch.cuda.get_device_properties().gcnArchName.startswith(("gfx94", "gfx95", "gfx12"))
     return torch.cuda.get_device_capability() >= (8, 9)
 
 

@@ -58,16 +58,21 @@ def load_converter(recipe: Fp8Recipe, facts: DeviceFacts, *, sharded: bool = Fal
     """Returns the converter of the recipe's library. ``sharded``: FSDP will shard and all-gather the weights.
 
     Raises:
-        PrecisionError: no installed package has an entry point for the library, or the library itself is missing.
+        PrecisionError: no installed package has an entry point for the library, or two have different ones; or the
+            library itself is missing.
     """
     from importlib.metadata import entry_points
 
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    point = points.get(recipe.library)
-    if point is None:
-        near = get_close_matches(recipe.library, points, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PrecisionError(
-            f"no fp8 converter {recipe.library!r}; installed: {', '.join(sorted(points)) or 'none'}{hint}"
+    found = {point.value: point for point in entry_points(group=GROUP, name=recipe.library)}
+    if len(found) > 1:
+        owners = " and ".join(
+            f"{point.dist.name if point.dist else 'a package'} ({value})" for value, point in found.items()
         )
+        raise PrecisionError(f"the fp8 converter {recipe.library!r} is claimed by {owners}; uninstall all but one")
+    if not found:
+        known = installed_converters()
+        near = get_close_matches(recipe.library, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PrecisionError(f"no fp8 converter {recipe.library!r}; installed: {', '.join(known) or 'none'}{hint}")
+    (point,) = found.values()
     return cast(ConverterFactory, point.load())(recipe, facts, sharded=sharded)

@@ -95,6 +95,16 @@ def flight_recorders() -> list[Callable[[], str]]:
     return [dump for dump in (getattr(module, name, None) for name in names) if dump is not None]
 
 
+def device_flight_recorder() -> Callable[[], str] | None:
+    """Returns the function that dumps NCCL's flight recorder as JSON; None if this process has no CUDA context.
+
+    Without ``_dump_nccl_trace_json`` a wait for a CUDA device is not seen.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    return getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+
+
 def timeout_of(backend: object) -> Any:
     """Returns the timeout of a backend's collectives, ``Backend.options._timeout``; None if it does not have that."""
     return getattr(getattr(backend, "options", None), "_timeout", None)

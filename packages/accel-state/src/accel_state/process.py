@@ -15,6 +15,8 @@ from accel_state.watchdog.decorator import recorded
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from accel_state.device.device import Device
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -66,7 +68,7 @@ def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
 
 
 @recorded("wait_for_everyone")
-def barrier(group: "ProcessGroup", device: torch.device) -> None:
+def barrier(group: "ProcessGroup", device: "Device") -> None:
     """Returns once every rank of ``group`` has called it.
 
     Collective: every rank of the group must call this.
@@ -77,7 +79,7 @@ def barrier(group: "ProcessGroup", device: torch.device) -> None:
     import torch.distributed as dist
 
     try:
-        dist.barrier(group, device_ids=[device.index] if device.type == "cuda" and device.index is not None else None)
+        dist.barrier(group, device_ids=device.barrier_devices)
     except RuntimeError as error:
         raise CollectiveError(f"wait_for_everyone: some process did not come: {error}") from error
 

@@ -254,7 +254,7 @@ class Session:
         """
         group = self.live_group()
         if group is not None:
-            process.barrier(group, self._device.torch)
+            process.barrier(group, self._device)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Context manager: rank 0 runs the block before the other ranks; if it fails there, all ranks raise.

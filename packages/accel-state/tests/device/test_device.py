@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from accel_state import DEVICE_KINDS, ConfigError, Device, Topology, TopologyError, count_devices
+from accel_state import DEVICE_KINDS, ConfigError, Device, SessionError, Topology, TopologyError, count_devices
 from accel_state.device.device import _index_for
 
 HERE = Topology()
@@ -173,3 +173,29 @@ def test_facts_of_a_gpu():
     assert gpu.supports(torch.float8_e4m3fn) == (capability >= (8, 9))
     gpu.synchronize()
     gpu.empty_cache()
+
+
+def test_a_barrier_of_a_gpu_runs_on_its_own_index():
+    assert Device("cuda", 3).barrier_devices == [3]
+    assert Device("cuda").barrier_devices is None
+    assert [Device(kind).barrier_devices for kind in ("cpu", "mps", "xla", "hpu")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "env", "refused"),
+    [
+        ("NVIDIA GeForce RTX 4090", {}, True),
+        ("NVIDIA GeForce RTX 4090", {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}, False),
+        ("NVIDIA H100 80GB HBM3", {}, False),
+    ],
+)
+def test_gpus_that_cannot_reach_each_other_are_refused(name, env, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr("accel_state.device.gpus.check_cuda_p2p_ib_support", lambda: False)
+    with pytest.raises(SessionError, match="NCCL_P2P_DISABLE=1") if refused else nullcontext():
+        Device("cuda", 0).check_connections(env)
+
+
+def test_a_cpu_has_no_connections_to_check_and_no_nearer_cores():
+    Device("cpu").check_connections({})
+    assert Device("cpu").keep_to_near_cores() is False

@@ -157,3 +157,17 @@ def test_released_objects_are_gone():
 def test_clearing_caches_starts_no_device():
     clear_device_cache(garbage_collection=True)
     assert not torch.cuda.is_initialized() or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_every_library_of_cuda_says_in_its_way_that_memory_ran_out(text: str) -> None:
+    assert should_reduce_batch_size(RuntimeError(text))
+    assert not should_reduce_batch_size(RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -37,3 +37,12 @@ def test_a_sibling_is_made_again_after_it_was_destroyed() -> None:
         del group
         gc.collect()
         assert gone() is None
+
+
+@pytest.mark.parametrize(("backend", "minutes"), [("nccl", 10), ("cpu:gloo,cuda:nccl", 10), ("gloo", None)])
+def test_nccl_has_its_own_timeout_also_beside_gloo(backend: str, minutes: int | None) -> None:
+    from datetime import timedelta
+
+    from accel_state.process_group.group import _own_timeout
+
+    assert _own_timeout(backend) == (None if minutes is None else timedelta(minutes=minutes))

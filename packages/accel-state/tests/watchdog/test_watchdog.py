@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 from torch.distributed import HashStore
 
-from accel_state import Session
+from accel_state import Session, private
 from accel_state.collectives import tensors as collectives
 from accel_state.errors import CollectiveError, CollectiveMismatchError
 from accel_state.watchdog.decorator import (
@@ -27,8 +27,17 @@ from accel_state.watchdog.decorator import (
     troubled,
     untroubled,
 )
-from accel_state.watchdog.diagnosis import PATIENCE, REMARKABLE, STALLED, RankState, diagnose, place, question
-from accel_state.watchdog.flight_recorder import flight_record, flights
+from accel_state.watchdog.diagnosis import (
+    PATIENCE,
+    REMARKABLE,
+    STALLED,
+    RankState,
+    describe,
+    diagnose,
+    place,
+    question,
+)
+from accel_state.watchdog.flight_recorder import DeviceWait, flight_record, flights
 from accel_state.watchdog.operation_record import SLOTS, Record, RecordedOperation, RecordSnapshot, decode
 from accel_state.watchdog.peer_states import LEFT, PeerStates, _shows_end
 
@@ -403,3 +412,64 @@ def test_a_recording_explains_errors_like_the_decorator_and_may_be_entered_insid
             raise RuntimeError("connection reset by peer")
     finally:
         untroubled()
+
+
+def unfinished(number: int) -> str:
+    done = {"process_group": ["0", "default"], "collective_seq_id": number - 1, "retired": True}
+    return json.dumps({"entries": [done, {**done, "collective_seq_id": number, "retired": False}]})
+
+
+def test_a_thread_waits_for_a_device_that_stays_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [unfinished(3)]
+    monkeypatch.setattr(private, "device_flight_recorder", lambda: lambda: found[-1])
+    wait = DeviceWait()
+    assert wait.since("train.py:3", 100.0) == 0.0
+    assert wait.since("train.py:3", 100.0 + STALLED) == 0.0
+    assert wait.since("train.py:3", 109.0) == 100.0 + STALLED
+    found.append(unfinished(4))
+    assert wait.since("train.py:3", 110.0) == 0.0
+    assert wait.since("train.py:3", 111.0) == 110.0
+    assert wait.since("train.py:4", 112.0) == 0.0
+    found.append(json.dumps({"entries": []}))
+    assert [wait.since("train.py:4", 112.0 + STALLED + more) for more in range(3)] == [0.0, 0.0, 0.0]
+
+
+def test_a_wait_for_a_device_is_in_the_record(record: Record) -> None:
+    mine = Record()
+    record.beat("train.py:3", on_device=time.monotonic() - LONG)
+    peers = PeerStates(HashStore(), 0, 2, mine)
+    peers.watched[1].image = record.image()
+    seen = peers.look()[1]
+    assert seen.waiting == pytest.approx(LONG, abs=1.0)
+    assert "waits for a collective on its device at train.py:3" in describe(seen)
+    found = diagnose([state(0, life="dead"), seen])
+    assert found is not None
+    assert (found.culprits, found.final) == ((0,), True)
+    late = diagnose([state(0), seen])
+    assert late is not None
+    assert (late.culprits, late.final) == ((0,), False)
+    assert diagnose([replace(seen, rank=0), seen]) is None
+    peers.close()
+    mine.close()
+
+
+@pytest.mark.ranks(2, group=False)
+def test_a_busy_rank_that_waits_for_its_device_learns_that_its_peer_is_stopped(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "device_flight_recorder", lambda: lambda: unfinished(3))
+    session = Session.open(cpu=True)
+    assert session.lease is not None
+    assert session.lease.watchdog is not None
+    watchdog = session.lease.watchdog
+    if rank == 0:
+        said, since = [], time.monotonic()
+        monkeypatch.setattr(watchdog, "_end", lambda found, *, speaks: said.append(found))
+        monkeypatch.setattr(
+            watchdog, "_look", lambda: [*watchdog._peers.look()[:1], state(1, life="stopped", lasting=LONG)]
+        )
+        while not said and time.monotonic() - since < 60:  # busy, as a thread that waits for a CUDA device
+            pass
+        assert said
+        assert said[0].culprits == (1,)
+    session.close()

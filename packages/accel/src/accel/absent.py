@@ -2,12 +2,12 @@
 
 from typing import Any
 
-PAGE = "docs/differences.md"
+PAGE = "docs/reference/differences.md"
 """The page that lists all of these names, with reasons."""
 
 _LARGE = (
-    "pipelines of inference and quantized models are not served; dispatch_model and load_checkpoint_and_dispatch serve "
-    "models larger than memory"
+    "pipelines of inference are not served; dispatch_model and load_checkpoint_and_dispatch serve models larger than "
+    "memory"
 )
 _MEGATRON = "there is no Megatron-LM backend yet; strategy='fsdp' or 'deepspeed' shards models"
 _FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"
@@ -17,7 +17,7 @@ _INNER = "it is an inner part of Accelerate"
 _SMALL = "it has nothing to do with training"
 
 _INSTEAD = {
-    _LARGE: "inference prepare_pippy BnbQuantizationConfig has_4bit_bnb_layers load_and_quantize_model",
+    _LARGE: "inference prepare_pippy",
     _MEGATRON: (
         "MegatronLMPlugin add_model_config_to_megatron_parser AbstractTrainStep "
         "BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine "

@@ -182,7 +182,13 @@ def pool():
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), (2, 3), (4, 1), pytest.param(3, 4, marks=pytest.mark.slow)],
+    [
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 3, marks=pytest.mark.slow),
+        (4, 1),
+        pytest.param(3, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_moves_between_numbers_of_processes(pool, tmp_path: Path, saving: int, loading: int) -> None:
     expected, weights = pool.run(elastic_run, str(tmp_path), 20, ranks=1)[0]
@@ -865,7 +871,7 @@ def test_a_folder_of_accelerate_is_named_with_what_can_be_loaded_from_it(
     for given in (folder, None):
         with pytest.raises(CheckpointError) as caught:
             accelerator.load_state(given)
-        for part in ("Accelerate wrote it", words, "docs/checkpoints.md"):
+        for part in ("Accelerate wrote it", words, "docs/guides/checkpoints.md"):
             assert part in str(caught.value)
     if weights.endswith(".safetensors"):
         accelerator.load_model(prepared, folder)

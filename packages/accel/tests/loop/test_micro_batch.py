@@ -127,3 +127,62 @@ def test_another_error_on_one_rank_reaches_all(rank: int) -> None:
     with pytest.raises(KeyError if rank else CollectiveError, match="label"):
         accelerator.find_micro_batch_size(compute, torch.randn(4, 3))
     accelerator.end_training()
+
+
+class Failing(nn.Module):
+    """Runs out of memory in forward or in backward, while ``where`` says so."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(size, size)
+        self.where = ""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(rows)
+        if self.where == "backward" and result.requires_grad:
+            result.register_hook(lambda _: torch.empty(1 << 50))
+        if self.where == "forward":
+            torch.empty(1 << 50)
+        return result
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "whole after forward"])
+def test_a_sharded_model_trains_on_after_ranks_ran_out_of_memory(
+    rank: int, failing: tuple[int, ...], where: str, reshard: bool
+) -> None:
+    def trained(limit: int) -> dict[str, torch.Tensor]:
+        plugin: Any = {"fsdp_version": 2, "reshard_after_forward": reshard}
+        plugin |= {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Failing"]}
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(Failing(3) for _ in range(3)))
+        middle = model[1]
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            middle.where = where if rank in failing and len(rows) > limit else ""
+            return model(rows).square().mean()
+
+        for step in range(3):
+            rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(step * 2 + rank))
+            if step == 1:
+                assert accelerator.find_micro_batch_size(compute, rows) == min(limit, 4)
+            middle.where = ""
+            accelerator.backward(model(rows).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        accelerator.end_training()
+        return {name: value.clone() for name, value in state.items()}
+
+    torch.testing.assert_close(trained(2), trained(8), rtol=0, atol=0)
+
+
+def test_a_strategy_that_cannot_leave_a_step_says_so() -> None:
+    from accel_backends.roles.lost_step import LostStepError, lost_if_failed
+
+    with pytest.raises(LostStepError, match="strategy 'fsdp1' failed with KeyError"), lost_if_failed("fsdp1"):
+        raise KeyError("label")

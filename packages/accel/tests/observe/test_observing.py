@@ -8,13 +8,15 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from accel import Accelerator, ProfileKwargs
-from accel.observe.profiler import MERGED, SUMMARY, merge_traces, top_operators
+from accel.observe.profiler import MERGED, OTHER_KERNELS, SUMMARY, merge_traces, top_operators
 from accel_observe.meters import count_flops
 from accel_state.errors import ConfigError
 
@@ -159,3 +161,47 @@ def test_a_file_gets_plain_tracebacks() -> None:
     before = sys.excepthook
     assert not install_tracebacks()
     assert sys.excepthook is before
+
+
+def test_the_time_of_a_kernel_counts_once() -> None:
+    def row(key: str, device: str, cpu: float, on_device: float, *, annotation: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(
+            key=key,
+            count=1,
+            device_type=SimpleNamespace(name=device),
+            is_user_annotation=annotation,
+            self_cpu_time_total=cpu,
+            self_device_time_total=on_device,
+            self_cpu_memory_usage=0,
+            self_device_memory_usage=0,
+            flops=0,
+        )
+
+    rows = [
+        row("aten::mm", "CPU", 10.0, 100.0),
+        row("aten::add", "CPU", 5.0, 20.0),
+        row("gemm", "CUDA", 0.0, 100.0),
+        row("elementwise", "CUDA", 0.0, 20.0),
+        row("replayed", "CUDA", 0.0, 30.0),
+        row("step 1", "CUDA", 0.0, 150.0, annotation=True),
+    ]
+    found = top_operators(cast(Any, SimpleNamespace(key_averages=lambda: rows)))
+    assert {one["name"]: one["device_us"] for one in found} == {
+        "aten::mm": 100.0,
+        OTHER_KERNELS: 30.0,
+        "aten::add": 20.0,
+    }
+
+
+def test_a_loss_that_is_overwritten_after_its_step_counts_as_it_was() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    meter = accelerator.meter(every=2, watch_loss=False)
+    loss = torch.ones(())
+    meter.step(loss)
+    loss.fill_(7.0)  # as the next run of a CUDA graph does
+    reading = meter.step(torch.ones(()))
+    assert reading is not None
+    assert reading.loss == 1.0
+    meter.close()
+    accelerator.end_training()

@@ -39,9 +39,13 @@ _FOREIGN = frozenset(
 )
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
+# Ranks are forked from a process that has imported torch, and CUDA's driver does not survive a fork: torch then counts
+# devices without the driver.
+_WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_MODULE_LOADING": "LAZY"}
+
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a new rank: no launcher's, one thread, gloo on loopback, its own hash seed."""
+    """Variables of a new rank: no launcher's, one thread, gloo on loopback, no driver, its own hash seed."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -50,6 +54,8 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     kept.update(_ONE_THREAD)
     kept.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     kept.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name, value in _WITHOUT_DRIVER.items():
+        kept.setdefault(name, value)
     return kept
 
 

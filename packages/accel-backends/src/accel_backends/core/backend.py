@@ -15,7 +15,7 @@ from accel_backends.core.config import BackendConfig
 from accel_backends.core.ownership import Ownership
 from accel_backends.core.run import Run
 from accel_backends.ops.backward import ScaledBackward, explain
-from accel_backends.ops.compile import TorchDynamoPlugin, compile_model, unwrap
+from accel_backends.ops.compile import TorchDynamoPlugin, compile_model, refuse_cuda_graphs, unwrap
 from accel_backends.ops.fqn import innermost
 from accel_backends.ops.loss_scaling import scaled_backward, scaled_step
 from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
@@ -105,7 +105,13 @@ class Backend(ABC):
         """
 
     def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """Compiles a prepared model. Default: repeated blocks in place, or the full model in torch's wrapper."""
+        """Compiles a prepared model. Default: repeated blocks in place, or the full model in torch's wrapper.
+
+        Raises:
+            BackendError: CUDA graphs, of a backend that shards parameters.
+        """
+        if self.capabilities.sharded and self.device.type == "cuda":
+            refuse_cuda_graphs(plugin, self.name)
         return compile_model(model, plugin)
 
     def unwrap(self, model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:

@@ -95,7 +95,10 @@ class ModuleBackend(Backend):
         """Prepares one model of a bundle. Default: places it, applies the precision, and wraps it if it trains."""
         if training:
             upcast_parameters(model, self.policy)
-        model = self.apply_precision(self.place(model) if placed else model)
+        if placed:
+            # Converted first: the device would otherwise hold the parameters in both dtypes.
+            model = self.place(cast_parameters(model, self.policy))
+        model = self.apply_precision(model)
         return self.wrap(model) if training else model
 
     def place(self, model: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import cast
 
 from accel_backends.core.backend import Backend
+from accel_state.entry_points import find_entry_point
 from accel_state.errors import BackendError
 
 GROUP = "accel.backends"
@@ -29,14 +30,13 @@ def load_backend(name: str) -> type[Backend]:
     """Returns the class of the backend ``name``, whose module is imported by this call.
 
     Raises:
-        BackendError: no such backend is installed (the message lists the installed ones), or the import fails.
+        BackendError: no such backend is installed (the message lists the installed ones), two packages claim the name,
+            or the import fails.
     """
     if name in OWN:
         module, attribute = OWN[name]
         return cast(type[Backend], getattr(import_module(module), attribute))
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group=GROUP, name=name):
+    if (point := find_entry_point(GROUP, name, BackendError)) is not None:
         try:
             return cast(type[Backend], point.load())
         except ImportError as error:

@@ -22,6 +22,7 @@ from accel_backends.ddp.gradients import DDPGradients
 from accel_backends.ddp.reduction import Reduction
 from accel_backends.ddp.states import DDPStates
 from accel_backends.ops.fqn import named_parameters
+from accel_backends.private import ignore_in_ddp
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.policy import dtype_name
 from accel_state.errors import ConfigError, PrepareError
@@ -68,6 +69,7 @@ class DDPBackend(ModuleBackend):
             from accel_backends.ddp.sync_batch_norm import convert_sync_batch_norm
 
             model = convert_sync_batch_norm(model, self.session.group)
+        _leave_out_quantized(model)
         device_ids = None if self.device.type == "cpu" else [self.device]
         wrapped = DistributedDataParallel(
             model, device_ids=device_ids, process_group=self.session.group, **config.arguments()
@@ -114,6 +116,20 @@ class DDPBackend(ModuleBackend):
                 f"{hook_name(config.comm_hook)!r} in another way; give one of them"
             )
         wrapped.register_comm_hook(self.session.group, reduce_in(wanted))
+
+
+def _leave_out_quantized(model: nn.Module) -> None:
+    """Excludes frozen weights that consist of several tensors, as those of torchao, from DDP's broadcast.
+
+    A broadcast flattens each tensor, which these do not permit; every rank has loaded the same.
+    """
+    found = [
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and hasattr(type(parameter), "__tensor_flatten__")
+    ]
+    if found:
+        ignore_in_ddp(model, found)
 
 
 @contextmanager

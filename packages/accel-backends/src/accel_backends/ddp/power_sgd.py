@@ -23,7 +23,7 @@ def batched_power_sgd(state: Any, bucket: Any) -> "Future[torch.Tensor]":
     from the same seed on all ranks.
     """
     own, index = bucket.buffer(), bucket.index()
-    done: Future[torch.Tensor] = torch.futures.Future()
+    done: Future[torch.Tensor] = torch.futures.Future(devices=future_devices(own.device))
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         done.set_result(_mean(own, state.process_group))
@@ -46,6 +46,14 @@ def batched_power_sgd(state: Any, bucket: Any) -> "Future[torch.Tensor]":
     state.maybe_increase_iter(bucket)
     done.set_result(own)
     return done
+
+
+def future_devices(device: torch.device) -> list[int | str | torch.device]:
+    """Returns the devices that a future of a tensor has to know, so that readers on other streams wait for the value.
+
+    CPUs have no streams, and torch refuses them.
+    """
+    return [] if device.type == "cpu" else [device]
 
 
 def _right_factor(state: Any, index: int, side: int, like: torch.Tensor) -> torch.Tensor:

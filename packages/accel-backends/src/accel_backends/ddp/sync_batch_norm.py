@@ -5,7 +5,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from accel_backends.private import BatchNorm
 
 # Device types with kernels of torch.nn.SyncBatchNorm.
 _TORCHS_OWN = ("cuda", "xpu", "hpu")
@@ -25,7 +26,7 @@ def convert_sync_batch_norm(model: nn.Module, group: Any = None) -> nn.Module:
 
 
 def _convert(module: nn.Module, group: Any) -> nn.Module:
-    if isinstance(module, _BatchNorm) and not isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm)):
+    if isinstance(module, BatchNorm) and not isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm)):
         return SyncBatchNorm(module, group)
     for name, child in module.named_children():
         setattr(module, name, _convert(child, group))
@@ -33,14 +34,14 @@ def _convert(module: nn.Module, group: Any) -> nn.Module:
 
 
 @final
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation with mean and variance over the batches of all ranks.
 
     Statistics are computed in two passes, mean first, because the difference of large squares loses precision. Ranks
     may have batches of different sizes, empty ones included. In eval mode this is ordinary batch normalisation.
     """
 
-    def __init__(self, other: _BatchNorm, group: Any = None) -> None:
+    def __init__(self, other: BatchNorm, group: Any = None) -> None:
         super().__init__(other.num_features, other.eps, other.momentum, other.affine, other.track_running_stats)
         self.weight, self.bias = other.weight, other.bias
         for name in ("running_mean", "running_var", "num_batches_tracked"):

@@ -177,7 +177,9 @@ class FSDPBackend(ModuleBackend):
 
             explain_collectives([cast("FSDPModule", root), *sharded.units])
         backend = self.session.device.collective_backend
-        sharded.follower = follow(root, sharded.units, self.converter(), collective_backend=backend)
+        sharded.follower = follow(
+            root, sharded.units, self.converter(), collective_backend=backend, device_type=self.device.type
+        )
         self._sharded[root] = sharded
         replace_parameters(given, named_parameters(root), kind)
         refuse_copies([root, *cast("list[nn.Module]", sharded.units)], kind, self.name)

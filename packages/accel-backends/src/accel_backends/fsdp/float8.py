@@ -10,7 +10,12 @@ from accel_precision.fp8 import Follower, FollowingConverter, ModuleConverter
 
 
 def follow(
-    root: nn.Module, units: Iterable[Any], converter: ModuleConverter | None, *, collective_backend: str
+    root: nn.Module,
+    units: Iterable[Any],
+    converter: ModuleConverter | None,
+    *,
+    collective_backend: str,
+    device_type: str,
 ) -> Follower | None:
     """Returns the converter's follower, which updates the scales of ``root``'s sharded weights; None if there is none.
 
@@ -22,11 +27,17 @@ def follow(
         return None
     check = follower.check
     root.register_forward_pre_hook(lambda module, args: check(), prepend=True)
-    if "gloo" in collective_backend:  # gloo has no 8-bit floats
+    if serves(collective_backend, device_type) == "gloo":  # gloo has no 8-bit floats
         gather = ByteGather()
         for unit in (root, *units):
             unit.set_custom_all_gather(gather)
     return follower
+
+
+def serves(collective_backend: str, device_type: str) -> str:
+    """Returns the backend for a device type of a name that may list several, as "cpu:gloo,cuda:nccl"."""
+    parts = [part.partition(":") for part in collective_backend.split(",")]
+    return next((name or head for head, _, name in parts if not name or head == device_type), "")
 
 
 @final

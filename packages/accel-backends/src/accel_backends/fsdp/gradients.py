@@ -1,14 +1,17 @@
 """Gradients of models that ``fully_shard`` has sharded."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, final
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
+from accel_backends.fsdp.collectives import agreed_all_gathers
 from accel_backends.fsdp.shard import ShardedModels, rest
 from accel_backends.fsdp.unreduced_gradients import drop_gradients, set_unreduced_gradients, unreduced_gradients
-from accel_backends.roles.gradients import ReplicatedGradients
+from accel_backends.ops.fqn import innermost
+from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
 
 if TYPE_CHECKING:
     from accel_backends.core.backend import Backend
@@ -36,3 +39,12 @@ class DTensorGradients(ReplicatedGradients):
         """Drops gradients, those that torch has not reduced yet included."""
         rest(self._sharded, [model])
         drop_gradients(model)
+
+    def trial(self, model: nn.Module, agree: Callable[[], None]) -> AbstractContextManager[Any]:
+        """Context of a step that may fail on some ranks: they agree before each all-gather of a unit."""
+        root = innermost(model)
+        if root not in self._sharded:
+            return NOTHING
+        if not hasattr(root, "reset_iter_state"):  # torch before 2.13
+            return super().trial(model, agree)
+        return agreed_all_gathers(root, agree)

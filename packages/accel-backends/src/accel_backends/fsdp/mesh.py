@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
@@ -124,11 +124,10 @@ class ShardingMesh:
     def _ensure_group(self) -> None:
         """Opens a process group of one process if there is none, because torch shards over process groups only."""
         import torch.distributed as dist
-        from torch._C._distributed_c10d import HashStore
 
         if not dist.is_initialized():
             backend = self._session.device.collective_backend
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=cast(Any, dist).HashStore(), rank=0, world_size=1)
             self._owns_group = True
 
 

@@ -16,6 +16,7 @@ from accel_backends.fsdp.unused_parameters import Usage
 from accel_backends.fsdp.wrap_units import Units, find_units
 from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.ops.meta_init import Made, materialise
+from accel_backends.private import wrap_checkpointed
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
 from accel_precision.policy import PrecisionPolicy
@@ -234,16 +235,7 @@ def _synchronise(model: nn.Module, sharded: Sharded, enable: bool) -> None:
 
 def checkpointed(block: nn.Module, *, offload: bool = False) -> nn.Module:
     """Wraps the block in activation checkpointing; ``offload``: its inputs are kept in host memory."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        CheckpointImpl,
-        checkpoint_wrapper,
-        offload_wrapper,
-    )
-
-    wrapped: nn.Module = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    if offload:
-        wrapped = offload_wrapper(wrapped)
-    return wrapped
+    return wrap_checkpointed(block, offload=offload)
 
 
 def set_prefetch(blocks: list["FSDPModule"], model: nn.Module, config: FSDPConfig) -> None:

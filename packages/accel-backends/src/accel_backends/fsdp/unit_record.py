@@ -1,22 +1,16 @@
 """Watchdog records of the forwards of sharded units, so that ranks that compute different units raise errors."""
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast, final
+from collections.abc import Mapping
+from typing import Any, final
 
-import torch
 from torch import nn
 
+from accel_backends.private import untraced
 from accel_state.watchdog.decorator import active
 from accel_state.watchdog.operation_record import Record
 
 _FORWARD = "forward"
-_Method = TypeVar("_Method", bound=Callable[..., None])
-
-
-def _untraced(method: _Method) -> _Method:
-    """Excludes the method from dynamo's tracing of a unit; torch's public decorator would import the compiler here."""
-    return cast(_Method, cast(Any, torch)._disable_dynamo(method))
 
 
 def watch_units(
@@ -60,7 +54,7 @@ class _Recorded:
         self._what = what
         self._entered: Record | None = None
 
-    @_untraced
+    @untraced
     def enter(self, *_: Any) -> None:
         """Records that the unit is about to be all-gathered.
 
@@ -73,14 +67,14 @@ class _Recorded:
             watchdog.enter(_FORWARD, self._what, shared=True)
             self._entered = watchdog.record
 
-    @_untraced
+    @untraced
     def leave(self, *_: Any) -> None:
         """Records that the unit is gathered."""
         record, self._entered = self._entered, None
         if record is not None and record.inside:
             record.leave()
 
-    @_untraced
+    @untraced
     def pass_by(self, *_: Any) -> None:
         """Records an operation without duration, and then compares the ranks of several nodes."""
         self.enter()

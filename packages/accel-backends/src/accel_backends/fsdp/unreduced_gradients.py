@@ -1,6 +1,6 @@
 """Unreduced gradients of an FSDP2 model within an accumulation window."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 
 from accel_backends.ops.dtensor import gathered, is_dtensor, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
+from accel_backends.private import full_parameter, unit_parameters
 from accel_state.collectives.objects import all_gather_object
 
 
@@ -57,7 +58,7 @@ def drop_gradients(model: nn.Module) -> None:
     """Drops all gradients, those that torch has not reduced yet included."""
     for entry, _ in _unreduced(model):
         entry.unsharded_accumulated_grad = None
-        if (whole := getattr(entry, "_unsharded_param", None)) is not None:
+        if (whole := full_parameter(entry)) is not None:
             whole.grad = None
     for parameter in model.parameters():
         parameter.grad = None
@@ -82,19 +83,11 @@ def averaged(mine: torch.Tensor | None, total: torch.Tensor, group: Any = None) 
     return total.div_(ranks)
 
 
-def parameter_groups(state: Any) -> Iterable[Any]:
-    """Returns torch's parameter groups of a unit; before torch 2.13 a unit has one or none."""
-    groups: Iterable[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return groups
-    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
-
-
 def added_up(entry: Any) -> torch.Tensor | None:
     """Returns the full unreduced gradient of a parameter on this rank, given torch's ``FSDPParam``."""
     added: torch.Tensor | None = entry.unsharded_accumulated_grad
     if added is None:
-        whole = getattr(entry, "_unsharded_param", None)
+        whole = full_parameter(entry)
         added = None if whole is None else whole.grad
     return added
 
@@ -102,8 +95,6 @@ def added_up(entry: Any) -> torch.Tensor | None:
 def _unreduced(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yields torch's ``FSDPParam`` of parameters with unreduced full gradients, and the gradients."""
     for module in innermost(model).modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        for group in () if state is None else parameter_groups(state()):
-            for entry in group.fsdp_params:
-                if (added := added_up(entry)) is not None:
-                    yield entry, added
+        for entry in unit_parameters(module):
+            if (added := added_up(entry)) is not None:
+                yield entry, added

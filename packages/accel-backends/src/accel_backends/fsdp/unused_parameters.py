@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel_backends.fsdp.unreduced_gradients import added_up, parameter_groups
+from accel_backends.fsdp.unreduced_gradients import added_up
+from accel_backends.private import full_parameter, unit_parameters
 
 
 @final
@@ -40,7 +41,7 @@ class Usage:
                 self._without.add(key)
             if added_up(entry) is not None:
                 self._used.add(key)
-            whole: torch.Tensor | None = getattr(entry, "_unsharded_param", None)
+            whole = full_parameter(entry)
             if key not in self._hooked and whole is not None and whole.requires_grad:
                 self._hooked[key] = whole.register_post_accumulate_grad_hook(_noting(self._used, key))
 
@@ -83,5 +84,4 @@ def _noting(used: set[int], key: int) -> Any:
 def _entries(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yields torch's ``FSDPParam`` objects of units."""
     for module in modules:
-        for group in parameter_groups(module._get_fsdp_state()):  # type: ignore[operator]
-            yield from group.fsdp_params
+        yield from unit_parameters(module)

@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from typing import Any, final
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accel_backends.core.option_parsing import AutoWrap
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.ops.compile import repeated_blocks
 from accel_backends.ops.fqn import innermost, natural, places
+from accel_backends.private import BatchNorm
 from accel_state.errors import PrepareError
 
 Policy = Callable[..., Any]
@@ -72,7 +72,7 @@ def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) ->
     wide = tuple(
         name
         for name, module in open_modules.items()
-        if halves and name and isinstance(module, _BatchNorm) and module.affine and name not in leaking
+        if halves and name and isinstance(module, BatchNorm) and module.affine and name not in leaking
     )
     return Units(blocks, extra, wide, ignored, tuple(name for name in asked if name in leaking))
 

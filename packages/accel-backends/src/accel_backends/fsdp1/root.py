@@ -1,26 +1,19 @@
 """Outermost FSDP1 wrapper, whose forward raises errors that name the ranks that did not take part."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast, final
+from functools import partial
+from typing import Any, final
 
-import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from accel_backends.private import untraced
 from accel_state.watchdog.decorator import active, explain
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _compiled_within(method: _Method) -> _Method:
-    """Excludes the method from torch.compile, but not the functions that it calls."""
-    return cast(_Method, cast(Any, torch)._disable_dynamo(method, recursive=False))
 
 
 @final
 class ExplainedRoot(FullyShardedDataParallel):
     """torch's wrapper; if the all-gather of a unit fails, the error reports the other ranks' failures."""
 
-    @_compiled_within
+    @partial(untraced, callees=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped model's forward.
 

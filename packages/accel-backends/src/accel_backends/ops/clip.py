@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accel_backends.private import clamp, multiply, norms_of
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
 
@@ -78,8 +79,7 @@ def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> No
         raise BackendError(f"clip_value is {clip_value}; expected a number >= 0")
     with torch.no_grad():
         for group in _by_place(_gradients(_listed(parameters))).values():
-            torch._foreach_clamp_min_(group, -clip_value)
-            torch._foreach_clamp_max_(group, clip_value)
+            clamp(group, -clip_value, clip_value)
 
 
 def total_norm(gradients: list[torch.Tensor], norm_type: float, *, pieces: Pieces | None = None) -> torch.Tensor:
@@ -201,7 +201,7 @@ def _sorted(gradients: list[torch.Tensor]) -> tuple[Places, bool]:
 def _norms(places: Places, norm_type: float) -> list[torch.Tensor]:
     norms: list[torch.Tensor] = []
     for group in places.values():
-        norms.extend(torch._foreach_norm(group, norm_type))
+        norms.extend(norms_of(group, norm_type))
     return norms
 
 
@@ -235,7 +235,7 @@ def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: 
 
 def _scale(places: Places, factor: torch.Tensor) -> None:
     for (device, _), group in places.items():
-        torch._foreach_mul_(group, factor if factor.device == device else factor.to(device))
+        multiply(group, factor if factor.device == device else factor.to(device))
 
 
 def scale_gradients(models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
@@ -247,6 +247,6 @@ def scale_gradients(models: Iterable[nn.Module], factor: float | torch.Tensor) -
         by_dtype.setdefault((own.dtype, own.device), []).append(own)
     for (dtype, device), group in by_dtype.items():
         if isinstance(factor, torch.Tensor):
-            torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))
+            multiply(group, factor.to(device=device, dtype=dtype))
         else:
-            torch._foreach_mul_(group, factor)
+            multiply(group, factor)

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, cast
+from functools import partial
+from typing import Any, cast, final
 
 import torch
 from torch import nn
 
 from accel_backends.ops.fqn import innermost, wrapped_name
 from accel_precision.options import KwargsHandler
-from accel_state.errors import ConfigError
+from accel_state.errors import BackendError, ConfigError
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,15 @@ class TorchDynamoPlugin(KwargsHandler):
         """Whether anything is compiled."""
         return self.backend != "no"
 
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether compiled code runs as CUDA graphs on a CUDA device."""
+        return self.enabled and (
+            self.mode in _WITH_CUDA_GRAPHS
+            or self.backend == "cudagraphs"
+            or bool((self.options or {}).get("triton.cudagraphs"))
+        )
+
     def to_kwargs(self) -> dict[str, Any]:
         """Returns the arguments of ``torch.compile`` that differ from its defaults."""
         kwargs = KwargsHandler.to_kwargs(self)
@@ -65,10 +76,58 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     """Compiles the model with the plugin's options; returns ``model`` if compilation is off or was done already."""
     if not plugin.enabled or "_orig_mod" in model._modules:
         return model
+    if plugin.cuda_graphs:
+        GraphSafeGradients(model, marks=plugin.use_regional_compilation)
     if plugin.use_regional_compilation:
         compile_regions(model, plugin)
         return model
     return cast(nn.Module, torch.compile(model, **plugin.to_kwargs()))
+
+
+@final
+class GraphSafeGradients:
+    """Hooks of a model that runs as CUDA graphs, whose outputs the next replay of the same graph overwrites.
+
+    A gradient that torch stores in ``grad`` without a copy would be such an output, so a parameter without a gradient
+    gets a copy. With ``marks`` a forward of the model begins a new step of torch's graphs, unless an earlier forward
+    still awaits its backward: without marks each compiled block outside of training would begin one, and overwrite the
+    blocks before it.
+    """
+
+    #: Its hooks do not change gradients, so backends that refuse other hooks accept these.
+    observes_gradients = True
+
+    def __init__(self, model: nn.Module, *, marks: bool) -> None:
+        self._awaits_backward = False
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._own, parameter))
+        root = innermost(model)
+        if marks and repeated_blocks(root):  # a model of one region begins steps by itself
+            root.register_forward_pre_hook(self._begin)
+
+    def _own(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        self._awaits_backward = False
+        return gradient.clone() if parameter.grad is None else gradient
+
+    def _begin(self, *_: Any) -> None:
+        if not self._awaits_backward:
+            torch.compiler.cudagraph_mark_step_begin()
+        self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
+
+
+def refuse_cuda_graphs(plugin: TorchDynamoPlugin, backend: str) -> None:
+    """Refuses CUDA graphs of a backend that frees the full parameters and gradients of which graphs have the addresses.
+
+    Raises:
+        BackendError: naming the mode, and those that work.
+    """
+    if plugin.cuda_graphs:
+        raise BackendError(
+            f"strategy {backend!r} allocates full parameters and gradients anew in each step, and a CUDA graph "
+            f"(mode={plugin.mode!r}, backend={plugin.backend!r}, options={plugin.options}) keeps their addresses; "
+            "nearest: mode='max-autotune-no-cudagraphs' or 'default', or strategy='ddp'"
+        )
 
 
 def compile_regions(model: nn.Module, plugin: TorchDynamoPlugin) -> list[str]:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from accel_backends.ops.fqn import first_names, innermost, named_parameters, raw_prefixes
+from accel_backends.private import is_of_fsdp2, loads_as_torch_does, shard_of
 from accel_state.errors import CheckpointMismatchError, PrepareError
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -232,7 +233,6 @@ def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any
 
 #: Attribute that marks a pre-hook of ``load_state_dict`` which changes the placement of values, not the values.
 ONLY_PLACES = "_accel_only_places"
-_FSDP2 = "torch.distributed.fsdp._fully_shard"
 _PLAIN = (torch.Tensor, nn.Parameter)
 # Models with a module of more children than this are loaded child by child.
 _WIDE = 8
@@ -269,7 +269,7 @@ def _loads_as_torch_does(module: nn.Module) -> bool:
     kind = type(module)
     return (
         kind.load_state_dict is nn.Module.load_state_dict
-        and kind._load_from_state_dict is nn.Module._load_from_state_dict
+        and loads_as_torch_does(kind)
         and all(map(_keeps_content, module._load_state_dict_pre_hooks.values()))
         and all(map(_keeps_content, module._load_state_dict_post_hooks.values()))
     )
@@ -278,17 +278,18 @@ def _loads_as_torch_does(module: nn.Module) -> bool:
 def _keeps_content(hook: Any) -> bool:
     """Whether a ``load_state_dict`` hook leaves values unchanged: marked hooks, and FSDP2's, which reshard."""
     function = getattr(hook, "hook", hook)  # torch wraps hooks that receive the module
-    return hasattr(function, ONLY_PLACES) or getattr(function, "__module__", "").startswith(_FSDP2)
+    return hasattr(function, ONLY_PLACES) or is_of_fsdp2(function)
 
 
 def _same_memory(value: Any, own: Any) -> bool:
     """Whether ``value`` is a view of all of the model's own tensor, so that a copy would change nothing."""
     if type(value) not in _PLAIN or type(own) not in _PLAIN:
-        if not (hasattr(value, "_local_tensor") and hasattr(own, "_local_tensor")):
+        local, own_local = shard_of(value), shard_of(own)
+        if local is None or own_local is None:
             return False
         if value.placements != own.placements or value.device_mesh != own.device_mesh:
             return False
-        value, own = value._local_tensor, own._local_tensor
+        value, own = local, own_local
         if type(value) not in _PLAIN or type(own) not in _PLAIN:
             return False
     return (

@@ -1,7 +1,7 @@
 """Role of a backend: gradients between backward and step."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from accel_backends.ops.clip import Pieces, clip_grad_norm, clip_grad_value, fin
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.gradient_observer import Keep, watch_steps
 from accel_backends.ops.loss_scaling import check_scaled
+from accel_backends.roles.lost_step import lost_if_failed
 from accel_backends.roles.nearest import nearest_strategy
 from accel_precision.scaler import gradient_marks
 from accel_state.errors import BackendError
@@ -168,6 +169,17 @@ class ReplicatedGradients:
         return watch_steps(optimizer, keep)
 
     # Over ranks
+
+    def trial(self, model: nn.Module, agree: Callable[[], None]) -> AbstractContextManager[Any]:
+        """Context, within ``no_sync``, of a forward and backward of ``model`` that may fail on some ranks.
+
+        ``agree`` is called before each collective, and raises if a rank has failed. Default: models that are not
+        sharded have no collectives there; a failure of one that is sharded cannot be recovered from.
+
+        Raises:
+            LostStepError: the model is sharded, and the step failed; other ranks may wait in a collective.
+        """
+        return lost_if_failed(self.name) if self.capabilities.sharded else NOTHING
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raises BackendError for a parameter group whose gradients would not be averaged over ranks."""

@@ -1,7 +1,7 @@
 """State trees as JSON: exact numbers, containers of the same type, tensors by reference.
 
 JSON lacks tuples, NaN and keys other than strings, and some parsers keep only 53 bits of an integer. Such values are
-written as an object with one ``$`` key; ``docs/checkpoint-format.md`` lists them.
+written as an object with one ``$`` key; ``docs/reference/checkpoint-format.md`` lists them.
 """
 
 import math

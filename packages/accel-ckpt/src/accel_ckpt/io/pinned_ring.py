@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from accel_ckpt.format.tensors import byte_view, host_copy
-from accel_ckpt.io.huge_pages import new_tensor
+from accel_state.device.huge_pages import new_tensor
 
 _LOG = logging.getLogger(__name__)
 _BLOCK = 32 * 2**20

@@ -19,7 +19,7 @@ def advice(names: Iterable[str]) -> str:
         weights = "its weights can be loaded into the model with torch.load and load_state_dict before prepare"
     return (
         f"; Accelerate wrote it: {weights}; its optimizer, scheduler and random states are pickles, which are not read "
-        "(see docs/checkpoints.md)"
+        "(see docs/guides/checkpoints.md)"
     )
 
 

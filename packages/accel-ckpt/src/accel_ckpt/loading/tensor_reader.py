@@ -22,7 +22,6 @@ from accel_ckpt.format.tensors import (
     own_memory,
     row_major,
 )
-from accel_ckpt.io.huge_pages import new_tensor
 from accel_ckpt.io.pinned_ring import PinnedRing, uses_ring
 from accel_ckpt.io.storage import Storage
 from accel_ckpt.io.thread_pool import Seat, run_jobs
@@ -30,6 +29,7 @@ from accel_ckpt.loading.cooperative_read import Parts, Place, RankReads, assign_
 from accel_ckpt.loading.opened_files import OpenedFiles
 from accel_ckpt.private import shard_of
 from accel_ckpt.rank_group import RankGroup
+from accel_state.device.huge_pages import new_tensor
 from accel_state.errors import CheckpointCorruptError
 
 # Tensors for other devices are read and moved in batches of about this many bytes.

@@ -18,7 +18,6 @@ import torch
 
 from accel_ckpt.format.tensors import byte_view
 from accel_ckpt.format.tree import Json, Tree
-from accel_ckpt.io.huge_pages import new_tensor
 from accel_ckpt.io.storage import Location, locate
 from accel_ckpt.io.thread_pool import Seat, default_threads
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint, read_manifest
@@ -28,6 +27,7 @@ from accel_ckpt.saving.host_snapshot import copy_into
 from accel_ckpt.saving.plan import Draft, RankPart, make_draft, make_part
 from accel_ckpt.saving.replicas import Summary, Terms, alike
 from accel_ckpt.saving.transaction import MakeDraft, SaveTransaction
+from accel_state.device.huge_pages import new_tensor
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -87,7 +87,7 @@ def export_checkpoint(
     """
     folder, prefix = locate(directory), state if name is None else name
     with open_checkpoint(path, verify=False) as saved:
-        stored = _stored_names(saved, state)
+        stored = stored_names(saved, state)
         firsts = {source: key for key, source in reversed(stored.items())}
         aliases = {key: firsts[source] for key, source in stored.items() if firsts[source] != key}
         kept = {
@@ -159,7 +159,7 @@ class _Stored:
     key: str
 
 
-def _stored_names(saved: Checkpoint, state: str) -> dict[str, str]:
+def stored_names(saved: Checkpoint, state: str) -> dict[str, str]:
     """Maps the name under which each tensor of a state is exported to its name in the checkpoint."""
     found = leaves(saved.read_structure(state, _Stored))
     stored: dict[str, str] = {}

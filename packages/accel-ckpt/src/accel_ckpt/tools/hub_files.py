@@ -12,10 +12,10 @@ import torch
 from accel_ckpt.format.blocks import ByteSource, read_full, read_range
 from accel_ckpt.format.safetensors_file import Span, read_header
 from accel_ckpt.format.tensors import CODES, byte_view, dtype_of
-from accel_ckpt.io.huge_pages import new_tensor
 from accel_ckpt.io.local_files import FileSource
 from accel_ckpt.io.storage import Location, is_folder, locate, storage_of
 from accel_ckpt.io.thread_pool import run_jobs
+from accel_state.device.huge_pages import new_tensor
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 INDEX = "index.json"

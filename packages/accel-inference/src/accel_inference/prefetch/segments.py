@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accel_inference.prefetch.buffers import Buffer, BufferPool
-from accel_inference.weights.sources import FileWeight, HostWeight, Source
+from accel_inference.weights.sources import HostWeight, Source
 
 _ALIGNMENT = 64
 """As torch aligns memory on the CPU; kernels may round otherwise if alignment differs."""
@@ -48,7 +48,7 @@ class Segment:
         # The modes of the thread that reads must not show in the weights.
         with torch.inference_mode(False), torch.no_grad():
             for key, weight in self.weights.items():
-                tensors[key] = self._read_one(weight, offset).to(weight_dtype(weight))
+                tensors[key] = self._read_one(weight, offset).to(weight.dtype)
                 offset += _aligned(weight.nbytes)
             if device.type != "cpu":
                 tensors = copied(tensors, device)
@@ -78,11 +78,6 @@ class WeightBlock:
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name; their segments must be resident."""
         return {**self.direct, **{name: segment.tensors[key] for name, (segment, key) in self.names.items()}}
-
-
-def weight_dtype(weight: Source) -> torch.dtype:
-    """Dtype in which a weight is used."""
-    return weight.dtype if isinstance(weight, FileWeight) else weight.tensor.dtype
 
 
 def copied(tensors: Mapping[Hashable, Tensor], device: torch.device) -> dict[Hashable, Tensor]:

@@ -1,10 +1,9 @@
-"""Checkpoint files of a model: safetensors or torch's zip format, one file or several with an index."""
+"""Checkpoints of a model: safetensors or torch's zip format, one file or several with an index; or of a run."""
 
 import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 
@@ -12,13 +11,26 @@ import torch
 from torch import Tensor
 
 from accel_inference.module_tensors.ties import device_of
+from accel_inference.weights.run_checkpoints import is_run_checkpoint, weights_of_run
 from accel_inference.weights.safetensors_header import read_header
-from accel_inference.weights.sources import FileWeight, HostWeight, Source
+from accel_inference.weights.sources import HostWeight, Source, Weight
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _FORMATS = ("pt", "tf", "flax", "mlx")
 PathLike = str | os.PathLike[str]
+
+
+def checkpoint_weights(checkpoint: PathLike) -> dict[str, Weight]:
+    """Weights of a checkpoint by name: of files (see :func:`checkpoint_files`), or of a folder that save_state wrote.
+
+    Raises:
+        ValueError: there is no such checkpoint, or the folder has several.
+        CheckpointError: a file is corrupt, or would run code when it is read.
+    """
+    if is_run_checkpoint(Path(checkpoint)):
+        return {**weights_of_run(Path(checkpoint))}
+    return {name: source for file in checkpoint_files(checkpoint) for name, source in weights_of(file).items()}
 
 
 def checkpoint_files(checkpoint: PathLike) -> list[Path]:
@@ -124,20 +136,3 @@ def load_state_dict(
         tensor = source.read()
         loaded[name] = tensor if device in (None, "cpu", "disk") else tensor.to(device)
     return loaded
-
-
-def in_dtype(source: Source, dtype: torch.dtype) -> Source:
-    """The weight as it is used in another dtype."""
-    if isinstance(source, FileWeight):
-        return replace(source, dtype=dtype)
-    return source if source.tensor.dtype == dtype else HostWeight(source.tensor.to(dtype))
-
-
-def shape_of(source: Source) -> tuple[int, ...]:
-    """Shape of a weight."""
-    return tuple(source.shape if isinstance(source, FileWeight) else source.tensor.shape)
-
-
-def dtype_of(source: Source) -> torch.dtype:
-    """Dtype in which a weight is used."""
-    return source.dtype if isinstance(source, FileWeight) else source.tensor.dtype

@@ -1,6 +1,6 @@
 """Checkpoints read into a model, each weight once, to the device of its module or into the offload folder's index."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -18,16 +18,10 @@ from accel_inference.module_tensors.ties import (
     find_tied_parameters,
     retie_parameters,
 )
-from accel_inference.weights.checkpoint_files import (
-    PathLike,
-    checkpoint_files,
-    dtype_of,
-    in_dtype,
-    shape_of,
-    weights_of,
-)
+from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
 from accel_inference.weights.offload_folder import offload_weight, save_offload_index
-from accel_inference.weights.sources import FileWeight, Source
+from accel_inference.weights.reading import read_in_order
+from accel_inference.weights.sources import FileWeight, Weight
 from accel_state.errors import CheckpointMismatchError
 
 _LOG = getLogger(__name__)
@@ -68,11 +62,35 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
             "offload_8bit_bnb, broadcast_from_rank0 and full_state_dict=False are not served here; to load a model "
             "that is sharded over ranks, use Accelerator.load_model"
         )
+    load_weights(
+        model,
+        checkpoint_weights(checkpoint),
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        strict=strict,
+    )
+
+
+def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
+    model: nn.Module,
+    sources: Mapping[str, Weight],
+    *,
+    device_map: DeviceMap | None = None,
+    offload_folder: PathLike | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    strict: bool = False,
+    besides: Collection[str] = (),
+) -> None:
+    """Does what :func:`load_checkpoint_in_model` says with weights by name; the caller loads those in ``besides``."""
     ties = find_tied_parameters(model)
     _check_config(model, ties, device_map)
-    sources = {name: source for file in checkpoint_files(checkpoint) for name, source in weights_of(file).items()}
     targets = _targets(model)
-    _compare(targets, sources, ties, strict=strict)
+    _compare(targets, sources, ties, strict=strict, besides=besides)
     plan = _plan(targets, sources, device_map, offload_buffers=offload_buffers)
     if any(step.device == "disk" for step in plan):
         if offload_folder is None:
@@ -82,14 +100,15 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
     wanted = None if dtype is None else proper_dtype(dtype)
     index: dict[str, Any] = {}
+    in_fp32 = keep_in_fp32_modules or ()
     for step in plan:
-        source = _in_wanted_dtype(step, wanted, keep_in_fp32_modules or ())
         if step.device == "disk":
             assert offload_folder is not None
-            _offload(step.name, source, offload_folder, index)
-        else:
-            value = source.read()
-            set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
+            _offload(step.name, _in_wanted_dtype(step, wanted, in_fp32), offload_folder, index)
+    placed = [step for step in plan if step.device != "disk"]
+    values = read_in_order(_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
+    for step, value in zip(placed, values, strict=True):
+        set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
     retie_parameters(model, ties)
@@ -100,7 +119,7 @@ class _Step:
     """One weight, and where it goes."""
 
     name: str
-    source: Source
+    source: Weight
     device: int | str | torch.device
     target: Tensor
 
@@ -118,14 +137,19 @@ def _check_config(model: nn.Module, ties: Sequence[Sequence[str]], device_map: D
 
 
 def _compare(
-    targets: Mapping[str, Tensor], sources: Mapping[str, Source], ties: Sequence[Sequence[str]], *, strict: bool
+    targets: Mapping[str, Tensor],
+    sources: Mapping[str, Weight],
+    ties: Sequence[Sequence[str]],
+    *,
+    strict: bool,
+    besides: Collection[str],
 ) -> None:
     unknown = sorted(set(sources) - set(targets))
-    tied_to_present = {name for group in ties if any(member in sources for member in group) for name in group}
+    served = {*besides, *(name for group in ties if any(member in sources for member in group) for name in group)}
     missing = [
         name
         for name, tensor in targets.items()
-        if name not in sources and name not in tied_to_present and (tensor.is_meta or isinstance(tensor, nn.Parameter))
+        if name not in sources and name not in served and (tensor.is_meta or isinstance(tensor, nn.Parameter))
     ]
     if unknown or missing:
         texts = [f"the model lacks, and they were not used when it was loaded: {_some(unknown)}"] if unknown else []
@@ -135,9 +159,9 @@ def _compare(
             raise CheckpointMismatchError(f"{text} (strict=False accepts this)")
         _LOG.warning("%s", text)
     wrong = [
-        f"{name} is {list(shape_of(source))} in the checkpoint and {list(targets[name].shape)} in the model"
+        f"{name} is {list(source.shape)} in the checkpoint and {list(targets[name].shape)} in the model"
         for name, source in sources.items()
-        if name in targets and shape_of(source) != tuple(targets[name].shape)
+        if name in targets and source.shape != tuple(targets[name].shape)
     ]
     if wrong:
         raise CheckpointMismatchError(f"shapes do not match, nothing was loaded: {_some(wrong, '; ')}")
@@ -149,7 +173,7 @@ def _some(names: Sequence[str], separator: str = ", ") -> str:
 
 
 def _plan(
-    targets: Mapping[str, Tensor], sources: Mapping[str, Source], device_map: DeviceMap | None, *, offload_buffers: bool
+    targets: Mapping[str, Tensor], sources: Mapping[str, Weight], device_map: DeviceMap | None, *, offload_buffers: bool
 ) -> list[_Step]:
     steps = []
     for name, source in sources.items():
@@ -167,18 +191,18 @@ def _plan(
     return steps
 
 
-def _in_wanted_dtype(step: _Step, wanted: torch.dtype | None, in_fp32: Sequence[str]) -> Source:
+def _in_wanted_dtype(step: _Step, wanted: torch.dtype | None, in_fp32: Sequence[str]) -> Weight:
     """The weight in the dtype asked for, or that of the checkpoint; integers keep theirs."""
-    own = dtype_of(step.source)
+    own = step.source.dtype
     if not own.is_floating_point:
         return step.source
     dtype = wanted or own
     if dtype.itemsize < 4 and any(f".{part}." in f".{step.name}." for part in in_fp32):
         dtype = torch.float32
-    return in_dtype(step.source, dtype)
+    return step.source.in_dtype(dtype)
 
 
-def _offload(name: str, source: Source, folder: PathLike, index: dict[str, Any]) -> None:
+def _offload(name: str, source: Weight, folder: PathLike, index: dict[str, Any]) -> None:
     if isinstance(source, FileWeight) and source.dtype == source.stored:
         index[name] = {
             "safetensors_file": str(source.file.path),

@@ -1,13 +1,15 @@
-"""Sources of weights: host memory, and ranges of files."""
+"""Sources of weights: host memory, ranges of files, and readers of other formats."""
 
 import os
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from accel_state.device.huge_pages import new_tensor
 from accel_state.errors import CheckpointCorruptError
 
 
@@ -92,10 +94,14 @@ class FileWeight:
         """The tensor in new host memory."""
         # numpy-free and without the modes of the caller: a weight is neither meta nor of inference mode.
         with torch.inference_mode(False), torch.device("cpu"):
-            raw = torch.empty(self.nbytes, dtype=torch.uint8)
+            raw = new_tensor((self.nbytes,), torch.uint8)
             if self.nbytes:
                 self.file.read_into(raw.numpy().data, self.offset)
             return raw.view(self.stored).reshape(self.shape).to(self.dtype)
+
+    def in_dtype(self, dtype: torch.dtype) -> "FileWeight":
+        """The weight as it is used in another dtype."""
+        return replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +120,59 @@ class HostWeight:
         """Bytes in memory."""
         return self.tensor.numel() * self.tensor.element_size()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensor."""
+        return self.tensor.dtype
+
     def read(self) -> Tensor:
         """The tensor itself."""
         return self.tensor
 
+    def in_dtype(self, dtype: torch.dtype) -> "HostWeight":
+        """The weight in another dtype, converted now."""
+        return self if self.dtype == dtype else HostWeight(self.tensor.to(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class FormatWeight:
+    """A tensor that a reader of another format returns in ``stored``, and that is used in ``dtype``."""
+
+    reader: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the format's files."""
+        return torch.Size(self.shape).numel() * self.stored.itemsize
+
+    def read(self) -> Tensor:
+        """The tensor in new host memory."""
+        return self.reader().to(self.dtype)
+
+    def in_dtype(self, dtype: torch.dtype) -> "FormatWeight":
+        """The weight as it is used in another dtype."""
+        return replace(self, dtype=dtype)
+
 
 Source = FileWeight | HostWeight
+
+
+class Weight(Protocol):
+    """A weight of a checkpoint: what a source has."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def nbytes(self) -> int: ...
+    def read(self) -> Tensor: ...
+    def in_dtype(self, dtype: torch.dtype) -> "Weight": ...

@@ -5,16 +5,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import rich_click as click
 from click.exceptions import NoSuchCommand, NoSuchOption
 
 from accel_launch._version import __version__
+from accel_state.entry_points import find_entry_point
 from accel_state.errors import AccelError, ConfigError
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 COMMANDS = {
     "launch": ("accel_launch.cli.launch:launch", "Start a training script on one or many processes."),
@@ -68,7 +66,7 @@ class CommandLine(click.RichGroup):
             package = entry.dist.name if entry.dist is not None else entry.value
             owner, line = _ELSEWHERE.get(entry.name, ("", ""))
             summary = line if owner == package else f"From {package}."
-            self.commands.setdefault(entry.name, ListedCommand(entry.name, summary, partial(_load_other, entry)))
+            self.commands.setdefault(entry.name, ListedCommand(entry.name, summary, partial(_load_other, entry.name)))
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -147,7 +145,10 @@ def _normalized(token: str) -> str:
     return token.replace("-", "_")
 
 
-def _load_other(entry: "EntryPoint") -> click.Command:
+def _load_other(name: str) -> click.Command:
+    entry = find_entry_point(ENTRY_POINTS, name, ConfigError)
+    if entry is None:
+        raise ConfigError(f"accel {name} is not installed any more")
     try:
         command = entry.load()
     except Exception as error:

@@ -97,7 +97,7 @@ class StepGradients:
         found = self._found()
         if not found:
             return None
-        norms = dict(zip(found, norms_of([one.float() for one in found.values()]), strict=True))
+        norms = dict(zip(found, norms_of(list(found.values())), strict=True))
         device = next(iter(norms.values())).device
         nothing = torch.zeros((), device=device)
         return torch.stack([norms[n].to(device) if n in norms else nothing for n in self._parameters]).square()

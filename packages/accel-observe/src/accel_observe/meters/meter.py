@@ -79,7 +79,8 @@ class Meter:
         self._peak = peak
         self._loss_watch = watch_loss
         self.clock = PhaseClock()
-        self._waits = GradientWait(self.clock, run.models)
+        on_host = run.session.device.type == "cpu"  # elsewhere backward returns before the device has computed
+        self._waits = GradientWait(self.clock, run.models if on_host else ())
         watched = run.optimizers if watch_loss is not None else ()
         self._gradients = StepGradients(run.backend, run.session, names=_parameters_of(run), optimizers=watched)
         self._ranks = run.session.world_size
@@ -148,7 +149,8 @@ class Meter:
         self.steps += 1
         self._run.progress.steps = self.steps
         if loss is not None:
-            value = loss.detach() if hasattr(loss, "detach") else loss
+            # A copy, because the next run of a CUDA graph overwrites a loss that is one of its outputs.
+            value = loss.detach().clone() if hasattr(loss, "detach") else loss
             self._losses.append(value)
             if self._loss_watch is not None:
                 self._look_at(float(value), self._loss_watch)
@@ -284,11 +286,17 @@ def host_memory() -> int:
 
 
 def device_memory(device: Any) -> int:
-    """Peak bytes of tensors on an accelerator since the last call; on a CPU, memory of the process."""
+    """Peak bytes of tensors on an accelerator since the last call; on a CPU, memory of the process.
+
+    0 for devices whose allocator torch does not observe (mps, some plugins).
+    """
     if device.type == "cpu":
         return host_memory()
     import torch
 
-    peak = int(torch.accelerator.max_memory_allocated(device))
-    torch.accelerator.reset_peak_memory_stats(device)
+    try:
+        peak = int(torch.accelerator.max_memory_allocated(device))
+        torch.accelerator.reset_peak_memory_stats(device)
+    except (RuntimeError, AssertionError):
+        return 0
     return peak

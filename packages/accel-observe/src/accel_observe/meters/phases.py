@@ -63,7 +63,7 @@ class GradientWait:
     """Counts as communication the rest of a backward after this rank's last gradient is ready.
 
     By then this rank has computed everything, so the rest is waiting for other ranks: the communication that
-    computation did not overlap. On an accelerator both continue after the call returns, so little is measured there.
+    computation did not overlap. On an accelerator both continue after the call returns, so a meter has no hooks there.
     """
 
     #: Its hooks do not change gradients, so backends that refuse other hooks accept these.

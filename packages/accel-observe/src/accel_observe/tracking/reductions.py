@@ -56,11 +56,12 @@ def reduced(values: Mapping[str, Any], reductions: Reductions, session: Session)
         names = [name for name in chosen if kinds[name] in family]
         if not names:
             continue
-        own = torch.stack([_scalar(values[name], wide, device) for name in names])
-        sign = torch.tensor([-1.0 if kinds[name] == "min" else 1.0 for name in names], dtype=wide, device=device)
-        total = session.reduce(own * sign, reduction=operation) * sign
+        sign = {name: -1.0 if kinds[name] == "min" else 1.0 for name in names}
+        own = torch.stack([_scalar(values[name], wide, device) * sign[name] for name in names])
+        total = session.reduce(own, reduction=operation)
         for position, name in enumerate(names):
-            result[name] = total[position] / session.world_size if kinds[name] == "mean" else total[position]
+            one = total[position] * sign[name]
+            result[name] = one / session.world_size if kinds[name] == "mean" else one
     return result
 
 
@@ -75,5 +76,7 @@ def _is_global(value: Any) -> bool:
 def _scalar(value: Any, dtype: Any, device: Any) -> Any:
     import torch
 
+    if isinstance(value, int | float):  # filled by the device, because a copy from the host would wait for it
+        return torch.full((), float(value), dtype=dtype, device=device)
     tensor = torch.as_tensor(value).detach().to(device=device, dtype=dtype)
     return tensor.mean() if tensor.numel() != 1 else tensor.reshape(())

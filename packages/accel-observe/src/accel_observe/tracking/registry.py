@@ -7,6 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from accel_observe.tracking.base import GeneralTracker, TrackingError
+from accel_state.entry_points import find_entry_point
 from accel_state.enums import LoggerType
 from accel_state.errors import ConfigError
 
@@ -50,18 +51,18 @@ def load_tracker(name: str) -> type[GeneralTracker]:
     """Loads the class of the tracker ``name``; classes registered by hand take precedence over installed ones.
 
     Raises:
-        ConfigError: there is no such tracker; the message names the known ones.
+        ConfigError: there is no such tracker, and the message names the known ones; or two packages have one.
         TrackingError: the package's entry point is not a tracker class.
     """
     registered = _registered()
     if name in registered:
         return registered[name]
-    installed = entries()
-    if name not in installed:
-        raise _unknown(name, [*registered, *installed])
-    found = installed[name].load()
+    entry = find_entry_point(ENTRY_POINTS, name, ConfigError)
+    if entry is None:
+        raise _unknown(name, [*registered, *entries()])
+    found = entry.load()
     if not (isinstance(found, type) and issubclass(found, GeneralTracker)):
-        raise TrackingError(f"{installed[name].value} is no GeneralTracker, which {ENTRY_POINTS} is for")
+        raise TrackingError(f"{entry.value} is no GeneralTracker, which {ENTRY_POINTS} is for")
     return found
 
 

@@ -250,9 +250,21 @@ def parse_size(text: str, *, what: str = "the size") -> int:
 
 def _as_product(hardware: Hardware, device: object) -> Hardware:
     """Returns ``hardware`` with the rates of the device's product, if that product is known."""
-    name = _device_name(device)
-    product = next((PRODUCTS[known] for known in PRODUCTS if known.partition("-")[0] in name), None)
+    product = product_of(_device_name(device))
     return hardware if product is None else replace(hardware, flops=product.flops * 0.45, local=product.link * 0.75)
+
+
+def product_of(name: str) -> Product | None:
+    """Returns the product of a device's name; None for others, and for a slice (MIG) of one.
+
+    The name has to hold the product's as a word: an L40S is no L4.
+    """
+    words = {word.replace("GH", "H") for word in re.split(r"[^A-Z0-9]+", name.upper())}
+    if "MIG" in words:
+        return None
+    return next((product for known, product in PRODUCTS.items() if words.issuperset(known.split("-"))), None) or next(
+        (product for known, product in PRODUCTS.items() if known.partition("-")[0] in words), None
+    )
 
 
 def _device_name(device: object) -> str:

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from accel_planner.cost.model import CostModel
+from accel_state.entry_points import find_entry_point
 from accel_state.errors import BackendError
 from accel_state.logging import get_logger
 
@@ -28,7 +29,7 @@ def cost_models() -> dict[str, CostModel]:
     models: dict[str, CostModel] = {}
     for point in _points():
         try:
-            models[point.name] = _load(point)
+            models[point.name] = load_cost_model(point.name)
         except BackendError as error:
             _log.warning("%s; its strategies are not considered", error)
     return models
@@ -38,16 +39,18 @@ def load_cost_model(backend: str) -> CostModel:
     """Returns the cost model of one backend.
 
     Raises:
-        BackendError: there is none; the message names the backends that have one. Or it cannot be imported, or is none.
+        BackendError: there is none, and the message names the backends that have one; two packages have one; it cannot
+            be imported, or is none.
     """
     if backend in _OWN:
         return _load(_own(backend))
-    known = {point.name: point for point in _points()}
-    if backend not in known:
+    point = find_entry_point(GROUP, backend, BackendError)
+    if point is None:
+        known = [point.name for point in _points()]
         near = get_close_matches(backend, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BackendError(f"no cost model for the backend {backend!r}; there are some for {', '.join(known)}{hint}")
-    return _load(known[backend])
+    return _load(point)
 
 
 def _points() -> Iterator[EntryPoint]:

@@ -143,6 +143,23 @@ class Device:
         kind = self.kind
         kind.functions.set_current(kind, self.index)
 
+    @property
+    def barrier_devices(self) -> list[int] | None:
+        """Indices of the devices that a barrier of this process runs on; None: the group's own choice."""
+        return self.kind.functions.barrier_devices(self.index)
+
+    def check_connections(self, env: Mapping[str, str]) -> None:
+        """Checks that the devices of this node can reach each other, where a type has known exceptions.
+
+        Raises:
+            SessionError: collectives would fail or hang.
+        """
+        self.kind.functions.check_connections(self.index, env)
+
+    def keep_to_near_cores(self) -> bool:
+        """Binds this process to the CPU cores next to the device; False, and nothing done, if no core is nearer."""
+        return self.kind.functions.keep_to_near_cores(self.index)
+
     def load_collectives(self) -> None:
         """Imports the module that registers this type's backend with torch.distributed, if torch lacks the backend.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch import device as TorchDevice
 from torch import dtype as Dtype
 
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, SessionError
 
 if TYPE_CHECKING:
     from accel_state.device.kinds import DeviceKind
@@ -104,6 +104,17 @@ class DeviceFunctions:
         if index is not None:
             self.module(kind).set_device(index)
 
+    def barrier_devices(self, index: int | None) -> list[int] | None:
+        """Returns the indices of the devices that a barrier runs on. Default: None, the group's own choice."""
+        return None
+
+    def check_connections(self, index: int | None, env: Mapping[str, str]) -> None:
+        """Raises SessionError if collectives between devices of this node would fail or hang. Default: does nothing."""
+
+    def keep_to_near_cores(self, index: int | None) -> bool:
+        """Binds this process to the CPU cores next to the device. Default: returns False, no core is nearer."""
+        return False
+
     def seed(self, seed: int) -> None:
         """Seeds generators that ``torch.manual_seed`` does not seed. Default: there are none."""
 
@@ -179,6 +190,34 @@ class CUDAFunctions(DeviceFunctions):
             return False
         needed = {torch.float16: (5, 3), torch.bfloat16: (8, 0)}.get(dtype, (8, 9) if dtype in FP8 else (0, 0))
         return torch.cuda.get_device_capability(device) >= needed
+
+    def barrier_devices(self, index: int | None) -> list[int] | None:
+        """Returns the GPU of this process, because NCCL otherwise guesses it from the rank."""
+        return None if index is None else [index]
+
+    def check_connections(self, index: int | None, env: Mapping[str, str]) -> None:
+        """Checks the driver of GPUs of the RTX 40 series, which older ones do not let talk to each other directly.
+
+        Raises:
+            SessionError: NCCL would fail or hang on these GPUs with this driver.
+        """
+        detours = env.get("NCCL_P2P_DISABLE") and env.get("NCCL_IB_DISABLE")
+        if detours or "RTX 40" not in torch.cuda.get_device_name(index):
+            return
+        from accel_state.device.gpus import check_cuda_p2p_ib_support
+
+        if not check_cuda_p2p_ib_support():
+            raise SessionError(
+                "GPUs of the RTX 40 series cannot talk to each other directly under this driver; set NCCL_P2P_DISABLE=1"
+                " and NCCL_IB_DISABLE=1, or install driver 550.40.07 or newer"
+            )
+
+    def keep_to_near_cores(self, index: int | None) -> bool:
+        """Binds this process to the cores next to its GPU, if Linux lists them."""
+        from accel_state.device.gpus import set_numa_affinity
+
+        set_numa_affinity(torch.cuda.current_device() if index is None else index)
+        return True
 
 
 @final

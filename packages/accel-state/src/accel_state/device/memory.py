@@ -6,9 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-# Out-of-memory messages of the allocators of CUDA, MPS, cuDNN, the CPU and Gaudi.
+# Out-of-memory messages of the allocators of CUDA, ROCm, cuBLAS, NCCL, MPS, cuDNN, the CPU and Gaudi.
 _OUT_OF_MEMORY = (
     " out of memory.",
+    "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
     "MPS backend out of memory",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
     "DefaultCPUAllocator: can't allocate memory",

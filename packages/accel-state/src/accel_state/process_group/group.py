@@ -62,6 +62,7 @@ def open_default_group(
     patience = _LONGEST_RENDEZVOUS if timeout is None else min(timeout, _LONGEST_RENDEZVOUS)
     prepare_process(topology, device, env)
     backend = choose_backend(device, backend)
+    timeout = _own_timeout(backend) if timeout is None else timeout
     store = connect(topology, init_method=init_method, timeout=patience, env=env)
     try:
         dist.init_process_group(
@@ -85,6 +86,16 @@ def open_default_group(
     return group
 
 
+def _own_timeout(backend: str) -> timedelta | None:
+    """Returns NCCL's timeout for a backend with NCCL, to which torch gives gloo's; otherwise None: torch's own."""
+    if "nccl" not in backend:
+        return None
+    from torch.distributed import constants
+
+    found = constants.default_pg_nccl_timeout
+    return timedelta(minutes=10) if found is None else found
+
+
 def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) -> None:
     """Prepares this process for a collective backend: current device, number of CPU threads, peer-to-peer check.
 
@@ -96,22 +107,12 @@ def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) 
     device.load_collectives()
     device.set_current()
     if parse_flag(env, "ACCELERATE_CPU_AFFINITY"):
-        from accel_state.device.gpus import set_numa_affinity
-
-        set_numa_affinity(topology.local_rank)
+        device.keep_to_near_cores()
     if device.type == "cpu" and topology.local_world_size > 1 and not env.get("OMP_NUM_THREADS"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = max(1, cores // topology.local_world_size)
         torch.set_num_threads(min(share, torch.get_num_threads()))
-    detours = env.get("NCCL_P2P_DISABLE") and env.get("NCCL_IB_DISABLE")
-    if device.type == "cuda" and not detours and "RTX 40" in torch.cuda.get_device_name(device.torch):
-        from accel_state.device.gpus import check_cuda_p2p_ib_support
-
-        if not check_cuda_p2p_ib_support():
-            raise SessionError(
-                "GPUs of the RTX 40 series cannot talk to each other directly under this driver; set NCCL_P2P_DISABLE=1"
-                " and NCCL_IB_DISABLE=1, or install driver 550.40.07 or newer"
-            )
+    device.check_connections(env)
 
 
 def choose_backend(device: Device, asked: str | None) -> str:

@@ -2,7 +2,8 @@
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
 
 from accel_state.errors import AccelError, CollectiveError
@@ -33,6 +34,20 @@ def add(watchdog: "Watchdog") -> None:
 def remove(watchdog: "Watchdog") -> None:
     """Removes ``watchdog`` from the active watchdogs."""
     _active[:] = [other for other in _active if other is not watchdog]
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context in which no operation of this process is recorded or compared.
+
+    For a block in which ranks may run different operations.
+    """
+    kept = _active[:]
+    _active.clear()
+    try:
+        yield
+    finally:
+        _active[:] = kept
 
 
 def troubled(rank: int, text: str) -> None:

@@ -22,7 +22,8 @@ class RankState:
     """Known state of one rank: whether its process lives, for how many seconds that has been so, and its last record.
 
     ``reason`` is why the process ended, or why a live rank cannot continue. ``idle`` is the time in seconds without a
-    change of operation and without CPU use; ``waiting`` is the same if the rank is inside an operation, otherwise 0.
+    change of operation and without CPU use; ``waiting`` is the same if the rank is inside an operation, or the time for
+    which it has waited for a collective on its device, otherwise 0.
     """
 
     rank: int
@@ -93,7 +94,7 @@ def diagnose(states: Sequence[RankState], *, lost: bool = False) -> Diagnosis | 
         if lost or all(state.waiting >= PATIENCE for state in states):
             return _told(states, parted, final=True)
         return None
-    elsewhere = [state for state in states if state.current is None and state.life != "left"]
+    elsewhere = [state for state in states if state.current is None and state.life != "left" and state not in waiting]
     if elsewhere and waiting and min(state.waiting for state in waiting) >= REMARKABLE:
         return _told(states, elsewhere, final=False)
     return None
@@ -197,6 +198,8 @@ def describe(state: RankState) -> str:
             place = last.removeprefix(",") or " before any collective"
         else:
             seen = " was last seen at" if state.life != "alive" else " is at"
+            if state.waiting and state.current is None:
+                seen = " waits for a collective on its device at"
             place = f"{seen} {said or 'an unknown place'}{last}"
     return f"rank {state.rank}{life}{place}"
 

@@ -3,7 +3,9 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, final
+
+from accel_state.watchdog.diagnosis import STALLED
 
 _SHOWN = 12
 
@@ -24,6 +26,47 @@ def flight_record() -> str:
         if lines:
             return "\n".join(["the last collectives by torch's flight recorder:", *lines, ""])
     return ""
+
+
+@final
+class DeviceWait:
+    """Wait of the main thread for a collective on a device, which shows as neither idleness nor an operation.
+
+    A thread that waits for a CUDA device is busy, and a collective of NCCL returns to the program at once. A rank
+    therefore waits if its main thread stays at one place, and the oldest collective that the device has not finished
+    stays the same.
+    """
+
+    def __init__(self) -> None:
+        self._place = ""
+        self._placed = self._begun = 0.0
+        self._oldest: object = None
+
+    def since(self, place: str, now: float) -> float:
+        """Returns the time since which the main thread, which is at ``place``, has waited; 0 if it does not."""
+        if place != self._place:
+            self._place, self._placed, self._oldest = place, now, None
+        if now - self._placed < STALLED:
+            return 0.0
+        oldest = oldest_unfinished()
+        if oldest != self._oldest:
+            self._oldest, self._begun = oldest, now
+        return self._begun if oldest is not None and now > self._begun else 0.0
+
+
+def oldest_unfinished() -> tuple[object, ...] | None:
+    """Returns what identifies the oldest collective that the device has not finished, or None if there is none."""
+    from accel_state.private import device_flight_recorder
+
+    dump = device_flight_recorder()
+    try:
+        entries = [] if dump is None else json.loads(dump()).get("entries") or []
+    except (RuntimeError, ValueError):
+        return None
+    for entry in entries:
+        if not entry.get("retired"):
+            return tuple(str(entry.get(key)) for key in ("process_group", "collective_seq_id", "p2p_seq_id", "op_id"))
+    return None
 
 
 def flights(record: Mapping[str, Any], *, now: float) -> Iterator[str]:

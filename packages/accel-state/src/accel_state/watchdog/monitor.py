@@ -26,7 +26,7 @@ from accel_state.watchdog.diagnosis import (
     place,
     question,
 )
-from accel_state.watchdog.flight_recorder import flight_record
+from accel_state.watchdog.flight_recorder import DeviceWait, flight_record
 from accel_state.watchdog.machines import MachineComparison
 from accel_state.watchdog.operation_record import Record, describe_place, is_library
 from accel_state.watchdog.peer_states import LEFT, PeerStates
@@ -240,8 +240,10 @@ class Watchdog:
         return [replace(state, reason=said[state.rank]) if state.rank in said else state for state in states]
 
     def _watch(self) -> None:
+        device = DeviceWait()
         while not self._closed.wait(self._pause):
-            self.record.beat(describe_place(self.main))
+            place = describe_place(self.main)
+            self.record.beat(place, on_device=device.since(place, time.monotonic()))
             states = self._look()
             if states[0].life in ("left", "dead"):
                 self._alone.set()
@@ -294,13 +296,16 @@ class Watchdog:
                 _say(f"{found.text}\n  (it may still come; this is said again after {self._patience:.0f} s)")
 
     def _end(self, found: Diagnosis, *, speaks: bool) -> None:
-        """Makes the collective that this rank waits in fail; ends the process if it stays in that collective."""
+        """Makes the collective that this rank waits in fail; ends the process if it stays in that collective.
+
+        A rank that waits for its device, outside of a recorded operation, is free once its main thread moves.
+        """
         # A culprit that waits may end the wait before any other rank does, so it prints the report before its stacks
         # too.
         if speaks or self._rank in found.culprits:
             _say(found.text)
         _say(f"stacks of rank {self._rank}:\n{_stacks()}{flight_record()}")
-        before = self.record.read().current
+        before, stood = self.record.read().current, describe_place(self.main)
         if self._group is not None:
             _break_connections(self._group)
         deadline = time.monotonic() + _GRACE
@@ -308,7 +313,10 @@ class Watchdog:
             if self._closed.wait(0.05):
                 return
             now = self.record.read().current
-            if now is None or before is None or now.number != before.number:
+            if before is None:
+                if now is not None or describe_place(self.main) != stood:
+                    return
+            elif now is None or now.number != before.number:
                 return
         _say(f"rank {self._rank} cannot be freed from its collective and is ended")
         sys.stderr.flush()

@@ -17,8 +17,9 @@ from typing import final
 from zlib import crc32
 
 SLOTS, _TEXT = 32, 232
-_HEADER = struct.Struct("<16sQQQH")
-"""Token, number of the newest entry, time of the last heartbeat, CPU time then, length of the heartbeat's text."""
+_HEADER = struct.Struct("<16sQQQQH")
+"""Token, number of the newest entry, time of the last heartbeat, CPU time then, begin of a wait for the device
+(0: none), length of the heartbeat's text."""
 _ENTRY = struct.Struct("<QQQQQQH")
 """Number, sequence number (0: not a collective), begin and end (0: not yet) in ns of CLOCK_MONOTONIC, both numbers of
 the progress, length of the text."""
@@ -64,12 +65,16 @@ class RecordedOperation:
 @final
 @dataclass(frozen=True, slots=True)
 class RecordSnapshot:
-    """Contents of a record at one moment: its entries, oldest first, and the last heartbeat."""
+    """Contents of a record at one moment: its entries, oldest first, and the last heartbeat.
+
+    ``on_device`` is the time since which the main thread has waited for a collective on the device; 0 if it does not.
+    """
 
     entries: tuple[RecordedOperation, ...]
     beat: float
     processor: float
     said: str
+    on_device: float = 0.0
 
     @property
     def current(self) -> RecordedOperation | None:
@@ -106,7 +111,7 @@ class Record:
         self._together = 0
         self._main = threading.main_thread().ident
         self._texts: dict[tuple[int, int, str, str], tuple[bytes, int, CodeType | None]] = {}
-        _HEADER.pack_into(self._memory, 0, self.token, 0, time.monotonic_ns(), 0, 0)
+        _HEADER.pack_into(self._memory, 0, self.token, 0, time.monotonic_ns(), 0, 0, 0)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -178,12 +183,12 @@ class Record:
             offset = _SLOTS_AT + (self._number % SLOTS) * _SLOT
             _PROGRESS.pack_into(self._memory, offset + _PROGRESS_AT, self.sequence, self._counted)
 
-    def beat(self, said: str) -> None:
-        """Writes a heartbeat, with a text about what the process is doing."""
+    def beat(self, said: str, *, on_device: float = 0.0) -> None:
+        """Writes a heartbeat: a text about what the process is doing, and the begin of a wait for the device."""
         data = said.encode()[:_BEAT_TEXT]
         now, processor = time.monotonic_ns(), time.process_time_ns()
         self._memory[_HEADER.size : _HEADER.size + len(data)] = data
-        _HEADER.pack_into(self._memory, 0, self.token, self._number, now, processor, len(data))
+        _HEADER.pack_into(self._memory, 0, self.token, self._number, now, processor, int(on_device * 1e9), len(data))
 
     def read(self) -> RecordSnapshot:
         """Returns the current contents."""
@@ -221,7 +226,7 @@ def _shared_offset(sequence: int) -> int:
 
 def decode(image: bytes) -> RecordSnapshot:
     """Decodes a record; entries that are being written at the moment are left out."""
-    _, _, beat, processor, length = _HEADER.unpack_from(image, 0)
+    _, _, beat, processor, on_device, length = _HEADER.unpack_from(image, 0)
     said = image[_HEADER.size : _HEADER.size + length].decode(errors="replace")
     entries = []
     for slot in range(SLOTS):
@@ -232,7 +237,7 @@ def decode(image: bytes) -> RecordSnapshot:
             times = began / 1e9, ended / 1e9 if ended else None
             entries.append(RecordedOperation(number, sequence, parts[0], parts[1], parts[2], *times, (reached, steps)))
     entries.sort(key=lambda entry: entry.number)
-    return RecordSnapshot(tuple(entries), beat / 1e9, processor / 1e9, said)
+    return RecordSnapshot(tuple(entries), beat / 1e9, processor / 1e9, said, on_device / 1e9)
 
 
 _OURS = frozenset(

@@ -78,6 +78,10 @@ class Watched:
         known = now if self.is_local else self._heard
         idle = max(0.0, known - self._still) if life == "alive" else 0.0
         waiting = 0.0 if current is None else idle
+        if snapshot is not None and snapshot.on_device and life == "alive":
+            # A thread that waits for a CUDA device is busy, and mostly in no recorded operation. The two clocks of
+            # machines differ, so the length of the wait is taken from the rank's own heartbeat.
+            waiting = max(waiting, snapshot.beat - snapshot.on_device)
         return RankState(self.rank, life, lasting, snapshot, waiting, reason, idle)
 
     def close(self) -> None:

@@ -41,7 +41,10 @@ def weighted_scale(window: AccumulationWindow, weight: Weight, over: Averager, d
     with one small all-reduce. ``normalise`` replaces the power of two by the exact weight; a power of two does not
     round the result.
     """
-    added = torch.as_tensor(weight, device=device).detach().to(weight_dtype(device))
+    if isinstance(weight, torch.Tensor):
+        added = weight.detach().to(device, weight_dtype(device))
+    else:  # filled by the device, because a copy from the host would wait for it
+        added = torch.full((), float(weight), dtype=weight_dtype(device), device=device)
     if window.denominator is None:
         if window.reference is None:
             first = added * window.size

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_backends.roles.lost_step import LostStepError
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def find_micro_batch_size(
 
     Collective: every rank of the group must call this.
     """
-    from accel_state.collectives.tensors import agree, reduce
+    from accel_state.collectives.tensors import agree
     from accel_state.device.memory import clear_device_cache
     from accel_state.pytree.operations import find_batch_size, slice_tensors
 
@@ -42,12 +43,10 @@ def find_micro_batch_size(
         raise ConfigError("find_micro_batch_size was called inside an accumulation window; call it between steps")
     size: int = rows
     while True:
-        fits, problem = _try_step(backend, models, compute, slice_tensors(batch, slice(0, size)))
+        fits, problem = _try_step(backend, session, models, compute, slice_tensors(batch, slice(0, size)))
         clear_device_cache(garbage_collection=True)
         if session.group is not None and session.world_size > 1:
             agree(problem, group=session.group)
-            told = torch.tensor(int(fits), device=session.device.own_numbers)
-            fits = bool(reduce(told, "min", group=session.group).item())
         if problem is not None:
             raise problem
         if fits:
@@ -57,26 +56,73 @@ def find_micro_batch_size(
         size = max(size // 2, smallest)
 
 
-def _try_step(
-    backend: "Backend", models: Sequence[nn.Module], compute: Compute, batch: Any
-) -> tuple[bool, Exception | None]:
-    """Returns whether a step fits on this rank, and any other error of the step."""
-    from accel_state.device.memory import should_reduce_batch_size
+class _LeftTogether(Exception):
+    """Another rank has failed in the step that this rank tries."""
 
+
+def _try_step(
+    backend: "Backend", session: "Session", models: Sequence[nn.Module], compute: Compute, batch: Any
+) -> tuple[bool, Exception | None]:
+    """Returns whether a step fits on all ranks, and any other error of the step on this rank.
+
+    Ranks vote before each collective of the step and at its end. A rank that fails votes no and leaves the step, and
+    the others leave it where they vote next; every rank has then voted equally often.
+
+    Collective: every rank of the group must call this.
+
+    Raises:
+        LostStepError: the step failed, and the backend cannot continue after it.
+    """
+    from accel_state.device.memory import should_reduce_batch_size
+    from accel_state.watchdog.decorator import unrecorded
+
+    def go_on() -> None:
+        if not _all(session, True):
+            raise _LeftTogether
+
+    problem: Exception | None = None
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(_unchanged(backend, model))
             stack.enter_context(backend.no_sync(model))
+        stack.enter_context(unrecorded())
         try:
-            backend.backward(compute(batch))
+            with ExitStack() as trials:
+                for model in models:
+                    trials.enter_context(backend.gradients.trial(model, go_on))
+                backend.backward(compute(batch))
+        except LostStepError:
+            raise
+        except _LeftTogether:
+            fits = False
         except Exception as error:
-            return False, None if should_reduce_batch_size(error) else error
-    return True, None
+            problem = None if should_reduce_batch_size(error) else error
+            fits = _all(session, False)
+        else:
+            fits = _all(session, True)
+    return fits, problem
+
+
+def _all(session: "Session", fits: bool) -> bool:
+    """Whether a step fits on this rank and on all others.
+
+    Collective: every rank of the group must call this.
+    """
+    if session.group is None or session.world_size == 1:
+        return fits
+    import torch.distributed as dist
+
+    vote = torch.full((), int(fits), device=session.device.own_numbers)
+    dist.all_reduce(vote, dist.ReduceOp.MIN, group=session.group)
+    return bool(vote.item())
 
 
 @contextmanager
 def _unchanged(backend: "Backend", model: nn.Module) -> Iterator[None]:
-    """Restores gradients, buffers and random state; disables DDP's buffer broadcast, as single ranks may fail."""
+    """Restores gradients, buffers and random state; disables DDP's buffer broadcast, as single ranks may fail.
+
+    Gradients are not restored after an error, because other ranks may still be in the step.
+    """
     from accel_state.rng import rng_state, set_rng_state
 
     random = rng_state()
@@ -89,10 +135,10 @@ def _unchanged(backend: "Backend", model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        backend.gradients.set_unreduced(model, gradients)
         for module in sending:
             module.broadcast_buffers = True  # type: ignore[assignment]
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         set_rng_state(random, strict=False)
+    backend.gradients.set_unreduced(model, gradients)

@@ -1,7 +1,7 @@
 """Profiles of a run by torch's profiler: a trace for each rank, a merged trace, and the slowest operators."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -11,6 +11,7 @@ from accel_state.errors import ConfigError
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+OTHER_KERNELS = "(kernels outside of operators)"
 MERGED, SUMMARY = "profile_merged.json", "profile_summary.txt"
 _ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first")
@@ -82,13 +83,18 @@ class ProfileKwargs:
 
 
 def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
-    """Operators with the longest self time: calls, microseconds on host and device, bytes, operations."""
-    rows = sorted(
-        profiler.key_averages(),
-        key=lambda row: row.self_device_time_total + row.self_cpu_time_total,
-        reverse=True,
-    )
-    return [
+    """Operators with the longest self time: calls, microseconds on host and device, bytes, operations.
+
+    torch lists the time of a kernel twice, at the operator that launched it and at the kernel itself. Here it counts at
+    the operator; kernels that no operator launched (CUDA graphs, for example) are one row, ``OTHER_KERNELS``.
+    """
+    operators, kernels = [], []
+    for row in profiler.key_averages():
+        if row.device_type.name == "CPU":
+            operators.append(row)
+        elif not getattr(row, "is_user_annotation", False):
+            kernels.append(row)
+    found: list[dict[str, Any]] = [
         {
             "name": row.key,
             "calls": row.count,
@@ -97,8 +103,12 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
             "bytes": row.self_cpu_memory_usage + row.self_device_memory_usage,
             "flops": row.flops,
         }
-        for row in rows[:count]
+        for row in operators
     ]
+    other = sum(row.self_device_time_total for row in kernels) - sum(row["device_us"] for row in found)
+    if other > 0:
+        found.append({"name": OTHER_KERNELS, "calls": 0, "cpu_us": 0.0, "device_us": other, "bytes": 0, "flops": 0})
+    return sorted(found, key=lambda row: -(row["cpu_us"] + row["device_us"]))[:count]
 
 
 def summary_table(rows: Iterable[dict[str, Any]]) -> str:
@@ -115,22 +125,36 @@ def summary_table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def merge_traces(traces: Iterable[tuple[int, Path]], target: Path) -> Path:
-    """Merges the Chrome traces of ranks into one; every process of rank r is named ``rank r`` and its own name."""
-    merged: list[dict[str, Any]] = []
-    kept: dict[str, Any] = {}
-    for rank, path in traces:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        kept = kept or {name: value for name, value in trace.items() if name != "traceEvents"}
-        base = trace.get("baseTimeNanoseconds", 0) / 1e3
-        first = kept.get("baseTimeNanoseconds", 0) / 1e3
-        for event in trace["traceEvents"]:
-            moved = dict(event)
-            if "pid" in moved:
-                moved["pid"] = f"rank {rank}: {moved['pid']}"
-            if "ts" in moved and moved.get("ph") != "M":
-                moved["ts"] = moved["ts"] + base - first
-            if "id" in moved:
-                moved["id"] = f"{rank}-{moved['id']}"
-            merged.append(moved)
-    target.write_text(json.dumps({**kept, "traceEvents": merged}), encoding="utf-8")
+    """Merges the Chrome traces of ranks into one; every process of rank r is named ``rank r`` and its own name.
+
+    One trace at a time is in memory, because that of a GPU may have hundreds of megabytes.
+    """
+    kept: dict[str, Any] | None = None
+    between = ""
+    with target.open("w", encoding="utf-8") as file:
+        file.write('{"traceEvents": [')
+        for rank, path in traces:
+            trace = json.loads(path.read_text(encoding="utf-8"))
+            events = trace.pop("traceEvents")
+            kept = trace if kept is None else kept
+            shift = (trace.get("baseTimeNanoseconds", 0) - kept.get("baseTimeNanoseconds", 0)) / 1e3
+            for event in events:
+                file.write(between + json.dumps(_of_rank(event, rank, shift)))
+                between = ", "
+        file.write("]")
+        for name, value in (kept or {}).items():
+            file.write(f", {json.dumps(name)}: {json.dumps(value)}")
+        file.write("}")
     return target
+
+
+def _of_rank(event: Mapping[str, Any], rank: int, shift: float) -> dict[str, Any]:
+    """Returns a trace's event under its rank's name, ``shift`` microseconds later."""
+    moved = dict(event)
+    if "pid" in moved:
+        moved["pid"] = f"rank {rank}: {moved['pid']}"
+    if "ts" in moved and moved.get("ph") != "M":
+        moved["ts"] = moved["ts"] + shift
+    if "id" in moved:
+        moved["id"] = f"{rank}-{moved['id']}"
+    return moved

@@ -17,7 +17,7 @@ from accel_data.options import LoaderOptions
 from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_planner.auto import Undecided
 from accel_precision import AutocastKwargs, PrecisionPolicy
-from accel_state import ParallelismConfig, Session, Topology
+from accel_state import Device, ParallelismConfig, Session, Topology
 from accel_state.errors import ConfigError
 from accel_state.session import locate
 
@@ -108,7 +108,7 @@ def open_parts(
         )
         on_failure.pop_all()
     if config.enable_cpu_affinity:
-        keep_to_cores(session.topology, session.device.type)
+        keep_to_cores(session.topology, session.device)
     if config.seed is not None:
         from accel_state.rng import set_seed
 
@@ -141,13 +141,9 @@ def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_
     )
 
 
-def keep_to_cores(topology: Topology, device_type: str) -> None:
-    """Binds this process to the cores next to its GPU; without one, to its share of the available cores."""
-    from accel_state.device.gpus import set_numa_affinity
-
-    if device_type == "cuda":
-        set_numa_affinity(topology.local_rank)
-    elif hasattr(os, "sched_setaffinity"):
+def keep_to_cores(topology: Topology, device: Device) -> None:
+    """Binds this process to the cores next to its device; if no core is nearer, to its share of the available cores."""
+    if not device.keep_to_near_cores() and hasattr(os, "sched_setaffinity"):
         mine = cores_of(sorted(os.sched_getaffinity(0)), topology.local_rank, topology.local_world_size)
         os.sched_setaffinity(0, mine)
 

@@ -193,8 +193,10 @@ from accel.utils.random import synchronize_rng_state as synchronize_rng_state
 from accel.utils.random import synchronize_rng_states as synchronize_rng_states
 from accel.utils.versions import compare_versions as compare_versions
 from accel.utils.versions import is_torch_version as is_torch_version
+from accel_inference import BnbQuantizationConfig as BnbQuantizationConfig
 from accel_inference import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accel_inference import PrefixedDataset as PrefixedDataset
+from accel_inference import TorchAOQuantizationConfig as TorchAOQuantizationConfig
 from accel_inference import align_module_device as align_module_device
 from accel_inference import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_inference import check_device_map as check_device_map
@@ -209,9 +211,11 @@ from accel_inference import get_balanced_memory as get_balanced_memory
 from accel_inference import get_max_layer_size as get_max_layer_size
 from accel_inference import get_max_memory as get_max_memory
 from accel_inference import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accel_inference import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_inference import has_offloaded_params as has_offloaded_params
 from accel_inference import id_tensor_storage as id_tensor_storage
 from accel_inference import infer_auto_device_map as infer_auto_device_map
+from accel_inference import load_and_quantize_model as load_and_quantize_model
 from accel_inference import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_inference import load_offloaded_weight as load_offloaded_weight
 from accel_inference import load_offloaded_weights as load_offloaded_weights

@@ -10,6 +10,8 @@ from accel_backends.fsdp.config import FullyShardedDataParallelPlugin as FullySh
 from accel_backends.ops.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_data.options import LoaderOptions as LoaderOptions
 from accel_deepspeed.config.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accel_inference.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
+from accel_inference.quantization.config import TorchAOQuantizationConfig as TorchAOQuantizationConfig
 from accel_precision.options import AutocastKwargs as AutocastKwargs
 from accel_precision.options import GradScalerKwargs as GradScalerKwargs
 from accel_precision.options import KwargsHandler as KwargsHandler

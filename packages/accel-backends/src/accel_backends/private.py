@@ -1,0 +1,211 @@
+"""Private names of torch that this package uses, read in torch 2.9 and 2.13, each with what happens without it.
+
+No other module of the package uses them; CI checks that. Attributes of the objects of DDP and of FSDP1 are read where
+those backends compute with them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    BatchNorm = _BatchNorm
+else:
+    BatchNorm = getattr(nn.modules.batchnorm, "_BatchNorm", None) or nn.BatchNorm1d.__base__
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+#: Called in place of a unit's collective, with torch's method and that method's arguments.
+Around = Callable[..., Any]
+
+
+def _norm_each(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
+    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+
+
+def _multiply_each(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _clamp_each(tensors: Sequence[torch.Tensor], least: float, most: float) -> None:
+    for tensor in tensors:
+        tensor.clamp_(least, most)
+
+
+def _clamp_together(tensors: Sequence[torch.Tensor], least: float, most: float) -> None:
+    torch._foreach_clamp_min_(list(tensors), least)
+    torch._foreach_clamp_max_(list(tensors), most)
+
+
+norms_of: Callable[[Sequence[torch.Tensor], float], Sequence[torch.Tensor]]
+norms_of = getattr(torch, "_foreach_norm", _norm_each)
+"""Norms of tensors of one device and dtype, in one launch; one by one in a torch without it."""
+
+multiply: Callable[[Sequence[torch.Tensor], float | torch.Tensor], None]
+multiply = getattr(torch, "_foreach_mul_", _multiply_each)
+"""Multiplication of such tensors in place."""
+
+clamp: Callable[[Sequence[torch.Tensor], float, float], None]
+clamp = (
+    _clamp_together if hasattr(torch, "_foreach_clamp_min_") and hasattr(torch, "_foreach_clamp_max_") else _clamp_each
+)
+"""Clamping of such tensors to a range, in place."""
+
+
+def shard_of(dtensor: Any) -> Any:
+    """Returns this rank's tensor of a DTensor, ``_local_tensor``; None if it is not one, or has it elsewhere."""
+    return getattr(dtensor, "_local_tensor", None)
+
+
+def untraced(method: _Method, *, callees: bool = True) -> _Method:
+    """Excludes a method from dynamo's tracing, by ``torch._disable_dynamo``; ``callees``: what it calls, too.
+
+    The public ``torch.compiler.disable``, used without it, imports the compiler here.
+    """
+    disable: Any = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+    excluded: _Method = disable(method, recursive=callees)
+    return excluded
+
+
+def loads_as_torch_does(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class load their own tensors as ``nn.Module`` does, by ``_load_from_state_dict``.
+
+    False in a torch without it, where every module then loads all of a state by itself.
+    """
+    own = getattr(nn.Module, "_load_from_state_dict", None)
+    return own is not None and getattr(kind, "_load_from_state_dict", None) is own
+
+
+def is_of_fsdp2(function: object) -> bool:
+    """Whether torch's FSDP2 defines a function; False if it moves from ``torch.distributed.fsdp._fully_shard``."""
+    module: str = getattr(function, "__module__", None) or ""
+    return module.startswith("torch.distributed.fsdp._fully_shard")
+
+
+def unit_collectives(gather: Around, reduce: Around) -> tuple[Any, Any] | None:
+    """Returns torch's all-gather and reduce-scatter of FSDP2 units, each called as ``gather(torch's, *arguments)``.
+
+    They are of torch's ``DefaultAllGather`` and ``DefaultReduceScatter``, because a unit lets only those allocate from
+    the process group. None without these classes: a unit then keeps its own, whose errors name no rank.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    except ImportError:
+        return None
+
+    class ExplainedAllGather(DefaultAllGather):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return gather(super().__call__, *args, **kwargs)
+
+    class ExplainedReduceScatter(DefaultReduceScatter):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return reduce(super().__call__, *args, **kwargs)
+
+    return ExplainedAllGather(), ExplainedReduceScatter()
+
+
+def unit_groups(module: nn.Module) -> Iterable[Any]:
+    """Returns torch's ``FSDPParamGroup``s of an FSDP2 unit; none of another module.
+
+    By ``_get_fsdp_state``, whose state has ``_fsdp_param_groups``, and before torch 2.13 one ``_fsdp_param_group``.
+
+    Raises:
+        BackendError: this torch keeps them elsewhere.
+    """
+    get = getattr(module, "_get_fsdp_state", None)
+    if get is None:
+        return ()
+    state = get()
+    groups: Iterable[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        try:
+            groups = () if state._fsdp_param_group is None else (state._fsdp_param_group,)
+        except AttributeError:
+            raise BackendError(
+                f"torch {torch.__version__} keeps the parameters of FSDP2 units elsewhere than torch 2.9 to 2.13; use "
+                "one of these, or strategy='ddp'"
+            ) from None
+    return groups
+
+
+def unit_parameters(module: nn.Module) -> Iterable[Any]:
+    """Returns torch's ``FSDPParam`` of each parameter of an FSDP2 unit; none of another module."""
+    return [entry for group in unit_groups(module) for entry in group.fsdp_params]
+
+
+@contextmanager
+def replaced_all_gathers(root: nn.Module, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Context in which each all-gather of a sharded model is what ``replace`` makes of it.
+
+    Units keep it as ``_all_gather_comm``. An error resets the state of the iteration: torch would otherwise take the
+    next forward for a nested one, whose backward waits for no reduction. Needs torch 2.13, ``reset_iter_state``.
+    """
+    groups = [group for module in root.modules() for group in unit_groups(module)]
+    before = [group._all_gather_comm for group in groups]
+    for group, comm in zip(groups, before, strict=True):
+        group._all_gather_comm = replace(comm)
+    try:
+        yield
+    except Exception:
+        model: Any = root
+        if model._get_fsdp_state()._is_root is not None:  # otherwise no forward has begun
+            model.reset_iter_state()
+        raise
+    finally:
+        for group, comm in zip(groups, before, strict=True):
+            group._all_gather_comm = comm
+
+
+def full_parameter(entry: Any) -> torch.Tensor | None:
+    """Returns the full parameter of an ``FSDPParam``, ``_unsharded_param``; None before it was gathered."""
+    full: torch.Tensor | None = getattr(entry, "_unsharded_param", None)
+    return full
+
+
+def wrap_checkpointed(block: nn.Module, *, offload: bool) -> nn.Module:
+    """Wraps a block in activation checkpointing; ``offload``: its inputs are kept in host memory.
+
+    By ``torch.distributed.algorithms._checkpoint``, whose wrappers leave the names of a state dict as they are.
+
+    Raises:
+        BackendError: this torch does not have it.
+    """
+    try:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+            CheckpointImpl,
+            checkpoint_wrapper,
+            offload_wrapper,
+        )
+    except ImportError:
+        raise BackendError(
+            f"torch {torch.__version__} has no torch.distributed.algorithms._checkpoint, as torch 2.9 to 2.13 have; "
+            "call torch.utils.checkpoint.checkpoint in the model's forward, and leave activation_checkpointing out"
+        ) from None
+    wrapped: nn.Module = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    if offload:
+        wrapped = offload_wrapper(wrapped)
+    return wrapped
+
+
+def ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Excludes parameters of these names from the broadcasts and reductions of a DDP that wraps ``model`` later.
+
+    By ``_set_params_and_buffers_to_ignore_for_model``, which replaces ``_ddp_params_and_buffers_to_ignore``.
+
+    Raises:
+        BackendError: this torch does not have it.
+    """
+    ignore = getattr(nn.parallel.DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", None)
+    if ignore is None:
+        raise BackendError(
+            f"DDP of torch {torch.__version__} cannot leave out frozen quantized weights, as that of torch 2.9 to 2.13 "
+            "can; use one of these, or one process"
+        )
+    ignore(model, [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names])

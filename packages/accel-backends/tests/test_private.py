@@ -1,0 +1,146 @@
+"""Private names of torch: they do in this torch what they are read for, and without them there is a fallback."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_backends import private
+from accel_state.errors import BackendError
+
+
+def test_all_batch_normalisations_have_the_base():
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    assert [issubclass(kind, private.BatchNorm) for kind in kinds] == [True] * 4
+    assert not issubclass(nn.LayerNorm, private.BatchNorm)
+    assert nn.BatchNorm1d.__base__ is private.BatchNorm  # taken without the private name
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_norms_are_the_same_one_by_one(order):
+    tensors = [torch.arange(6.0).view(2, 3) - 2, torch.tensor([-7.0])]
+    together = torch.stack(list(private.norms_of(tensors, order)))
+    one_by_one = torch.stack(list(private._norm_each(tensors, order)))
+    torch.testing.assert_close(together, one_by_one, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("multiply", [private.multiply, private._multiply_each])
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5)])
+def test_tensors_are_multiplied_in_place(multiply, factor):
+    tensors = [torch.tensor([2.0, 4.0]), torch.tensor(6.0)]
+    multiply(tensors, factor)
+    assert [tensor.tolist() for tensor in tensors] == [[1.0, 2.0], 3.0]
+
+
+@pytest.mark.parametrize("clamp", [private.clamp, private._clamp_each, private._clamp_together])
+def test_tensors_are_clamped_in_place(clamp):
+    tensors = [torch.tensor([-3.0, 0.5]), torch.tensor(6.0)]
+    clamp(tensors, -1.0, 2.0)
+    assert [tensor.tolist() for tensor in tensors] == [[-1.0, 0.5], 2.0]
+
+
+def test_a_plain_tensor_has_no_shard():
+    assert private.shard_of(torch.ones(2)) is None
+
+
+def test_methods_are_excluded_from_tracing_without_importing_the_compiler():
+    script = (
+        "import sys\nfrom accel_backends.private import untraced\n"
+        "add, multiply = untraced(lambda a: a + 1), untraced(lambda a: a * 5, callees=False)\n"
+        "print('torch._dynamo' in sys.modules, add(1), multiply(1))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False", "2", "5"], done.stderr
+
+
+def test_modules_that_load_in_their_own_way_are_told_apart(monkeypatch):
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, *args, **kwargs):
+            pass
+
+    assert private.loads_as_torch_does(nn.Linear)
+    assert not private.loads_as_torch_does(Own)
+    monkeypatch.delattr(nn.Module, "_load_from_state_dict")
+    assert not private.loads_as_torch_does(nn.Linear)
+
+
+def test_functions_of_fsdp2_are_told_apart():
+    from torch.distributed.fsdp import FSDPModule
+
+    assert private.is_of_fsdp2(FSDPModule.unshard)
+    assert not private.is_of_fsdp2(nn.Module.forward)
+    assert not private.is_of_fsdp2(3)
+
+
+@pytest.mark.ranks(1)
+def test_parameters_of_a_unit_are_found_with_their_collectives():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    assert list(private.unit_parameters(model)) == []
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    entries = list(private.unit_parameters(model))
+    assert [tuple(entry.sharded_param.shape) for entry in entries] == [(4, 4), (4,), (2, 4), (2,)]
+
+    called = []
+    made = private.unit_collectives(
+        lambda run, *args, **kwargs: called.append("gather") or run(*args, **kwargs),
+        lambda run, *args, **kwargs: called.append("reduce") or run(*args, **kwargs),
+    )
+    assert made is not None
+    model.set_custom_all_gather(made[0])
+    model.set_custom_reduce_scatter(made[1])
+    model(torch.ones(3, 4)).sum().backward()
+    assert dist.get_world_size() == 1
+    assert set(called) <= {"gather", "reduce"}
+    assert private.full_parameter(entries[0]).shape == (4, 4)
+    shard = private.shard_of(next(model.parameters()))
+    assert type(shard) is torch.Tensor
+    assert shard.shape == (4, 4)
+
+
+class Unit(nn.Module):
+    """A unit with the attributes that a version of torch gives its state."""
+
+    def __init__(self, **state):
+        super().__init__()
+        self.state = SimpleNamespace(**state)
+
+    def _get_fsdp_state(self):
+        return self.state
+
+
+def test_groups_of_parameters_are_found_in_torch_before_and_since_2_13():
+    assert list(private.unit_groups(Unit(_fsdp_param_groups=[1, 2]))) == [1, 2]
+    assert list(private.unit_groups(Unit(_fsdp_param_group=1))) == [1]
+    assert list(private.unit_groups(Unit(_fsdp_param_group=None))) == []
+
+
+def test_a_torch_that_keeps_units_elsewhere_is_named():
+    with pytest.raises(BackendError, match=r"torch 2\.9 to 2\.13"):
+        private.unit_parameters(Unit())
+
+
+def test_a_torch_without_collectives_of_units_keeps_its_own(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_collectives", None)
+    assert private.unit_collectives(lambda run: run(), lambda run: run()) is None
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_checkpointed_block_computes_the_same_under_the_same_names(offload):
+    block = nn.Linear(3, 3)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    wrapped = private.wrap_checkpointed(block, offload=offload)
+    torch.testing.assert_close(wrapped(inputs), block(inputs), rtol=0, atol=0)
+    assert wrapped.state_dict().keys() == block.state_dict().keys()
+
+
+def test_a_torch_without_the_wrappers_is_refused_with_what_works(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", None)
+    with pytest.raises(BackendError, match="leave activation_checkpointing out"):
+        private.wrap_checkpointed(nn.Linear(1, 1), offload=False)

@@ -1,0 +1,70 @@
+"""Files of torch, read with a closed unpickler, and files of safetensors."""
+
+import codecs
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+LOG = logging.getLogger("accelerate.utils.other")
+
+
+def plain_types() -> list[Any]:
+    """Types beyond torch's own that states hold and that execute nothing when they are read."""
+    from numpy._core import multiarray
+
+    dtypes = [type(np.dtype(name)) for name in ("uint32", "int64", "float64", "float32", "uint64", "int32", "bool")]
+    return [multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype, codecs.encode, *dtypes]
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Reads a file of ``torch.save`` with a closed unpickler: tensors, numbers, texts, containers, NumPy arrays."""
+    if kwargs.pop("weights_only", True) is not True:
+        LOG.warning("%s is read with weights_only=True: a state executes no code", f)
+    with torch.serialization.safe_globals(plain_types()):
+        return torch.load(f, map_location=map_location, weights_only=True, **kwargs)
+
+
+def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Writes ``obj`` on the main process, or on the first process of each node."""
+    from accel_compat.state.process_state import SharedPartialState
+
+    state = SharedPartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if not safe_serialization:
+        torch.save(obj, f)
+        return
+    from safetensors.torch import save_file
+
+    tensors = clean_state_dict_for_safetensors(obj) if isinstance(obj, Mapping) else obj
+    save_file(tensors, f, metadata={"format": "pt"})
+
+
+def clean_state_dict_for_safetensors(state_dict: Any) -> dict[str, Any]:
+    """Returns the tensors without further names of one storage, each contiguous."""
+    from accel_inference import id_tensor_storage
+
+    seen: dict[Any, str] = {}
+    kept: dict[str, Any] = {}
+    dropped = []
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            kept[name] = value
+            continue
+        key = id_tensor_storage(value)
+        if value.device.type != "meta" and key in seen:
+            dropped.append(name)
+            continue
+        seen[key] = name
+        kept[name] = value.contiguous()
+    if dropped:
+        LOG.warning(
+            "Removed shared tensor %s while saving. This should be OK, but check by verifying that you don't receive "
+            "any warning while reloading",
+            dropped,
+        )
+    return kept

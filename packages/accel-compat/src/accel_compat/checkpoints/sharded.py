@@ -1,0 +1,113 @@
+"""Files of FSDP models and optimizers in Accelerate's layout: one file of full tensors, or a folder of shards."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from accel_compat.checkpoints.pickles import load
+
+MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+
+
+def _is_full(plugin: Any) -> bool:
+    return plugin is None or plugin.state_dict_type.name == "FULL_STATE_DICT"
+
+
+def _file(folder: Any, stem: str, index: int) -> Path:
+    return Path(folder) / f"{stem}{'' if index == 0 else f'_{index}'}.bin"
+
+
+def _folder(folder: Any, stem: str, index: int) -> Path:
+    path = Path(folder)
+    return path if stem in path.name else path / f"{stem}_{index}"
+
+
+def _options(plugin: Any, *, loading: bool = False) -> states.StateDictOptions:
+    full = _is_full(plugin)
+    return states.StateDictOptions(
+        full_state_dict=full, cpu_offload=full and not loading, broadcast_from_rank0=full and loading
+    )
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    output_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Writes the weights of a model: full ones on rank 0, or the shards of all ranks."""
+    state = states.get_model_state_dict(model, options=_options(fsdp_plugin))
+    _write(fsdp_plugin, accelerator, state, output_dir, MODEL, "model", model_index)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: Any,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Writes the state of an optimizer: full tensors on rank 0, or the shards of all ranks."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    state = states.get_optimizer_state_dict(model, inner, options=_options(fsdp_plugin))
+    _write(fsdp_plugin, accelerator, state, output_dir, OPTIMIZER, "optimizer", optimizer_index)
+
+
+def _write(plugin: Any, accelerator: Any, state: Any, folder: Any, stem: str, key: str, index: int) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if not _is_full(plugin):
+        save_shards({key: state}, checkpoint_id=_folder(folder, stem, index))
+    elif accelerator.is_main_process:
+        torch.save(state, _file(folder, stem, index))
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    input_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Loads the weights of a model."""
+    options = _options(fsdp_plugin, loading=True)
+    state = states.get_model_state_dict(model, options=states.StateDictOptions())
+    state = _read(fsdp_plugin, accelerator, state, input_dir, MODEL, "model", model_index)
+    return states.set_model_state_dict(model, state, options=options)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Any,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Loads the state of an optimizer."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    state = states.get_optimizer_state_dict(model, inner, options=states.StateDictOptions())
+    state = _read(fsdp_plugin, accelerator, state, input_dir, OPTIMIZER, "optimizer", optimizer_index)
+    states.set_optimizer_state_dict(model, inner, state, options=_options(fsdp_plugin, loading=True))
+
+
+def _read(plugin: Any, accelerator: Any, state: Any, folder: Any, stem: str, key: str, index: int) -> Any:
+    accelerator.wait_for_everyone()
+    if _is_full(plugin):
+        return load(_file(folder, stem, index), map_location="cpu") if accelerator.is_main_process else {}
+    held = {key: state}
+    load_shards(held, checkpoint_id=_folder(folder, stem, index))
+    return held[key]

@@ -1,0 +1,162 @@
+"""Samplers: shards of batches for each process, and orders that every process repeats."""
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler
+
+
+class CompatSeedableSampler(RandomSampler):
+    """A random sampler whose permutation is a function of its seed and its epoch, alike on all processes.
+
+    Attributes:
+        epoch: added to the seed; one higher after each full iteration.
+        initial_seed: the seed of epoch 0.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator(device=torch.get_default_device())
+        self.generator.manual_seed(self.epoch + self.initial_seed)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration."""
+        self.epoch = epoch
+
+
+class CompatBatchShard(BatchSampler):
+    """This process's batches of a batch sampler.
+
+    Without ``split_batches`` process ``r`` of ``n`` gets the batches ``r``, ``r + n``, ...; with it, every batch is
+    divided into ``n`` parts. With ``even_batches`` the last batches are filled up with the first samples, so that all
+    processes have equally many batches of equal size.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        size = getattr(batch_sampler, "batch_size", None)
+        if split_batches and (size is None or size % num_processes != 0):
+            raise ValueError(
+                f"To use `BatchSamplerShard` in `split_batches` mode, the batch size ({size}) needs to be a round "
+                f"multiple of the number of processes ({num_processes})."
+            )
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size: Any = size
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all processes."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        total = len(self.batch_sampler)
+        if self.split_batches or total % self.num_processes == 0:
+            return total if self.split_batches else total // self.num_processes
+        length = total // self.num_processes
+        if self.drop_last:
+            return length
+        return length + 1 if self.even_batches or self.process_index < total % self.num_processes else length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._parts() if self.split_batches else self._turns()
+
+    def _parts(self) -> Iterator[Any]:
+        part = self.batch_size // self.num_processes
+        mine = slice(part * self.process_index, part * (self.process_index + 1))
+        first: list[Any] = []
+        for batch in self.batch_sampler:
+            first = first or list(batch)
+            if len(batch) == self.batch_size:
+                yield batch[mine]
+            elif not self.drop_last and self.even_batches:
+                yield list(islice(cycle([*batch, *first]), self.batch_size))[mine]
+            elif not self.drop_last and batch[mine]:
+                yield batch[mine]
+
+    def _turns(self) -> Iterator[Any]:
+        pending: list[Any] = []
+        first: list[Any] = []
+        early: list[Any] = []
+        for count, batch in enumerate(self.batch_sampler):
+            if count < self.num_processes and not self.drop_last:
+                first += batch
+                early.append(batch)
+            pending.append(batch)
+            if len(pending) == self.num_processes and self._is_full(batch):
+                yield pending[self.process_index]
+                pending = []
+        if self.drop_last or not pending:
+            return
+        if not self.even_batches:
+            if self.process_index < len(pending):
+                yield pending[self.process_index]
+            return
+        if self.batch_size is None:
+            yield list(islice(cycle([*pending, *early]), self.num_processes))[self.process_index]
+            return
+        yield self._filled(pending, first)
+
+    def _is_full(self, batch: Any) -> bool:
+        return self.batch_size is None or len(batch) == self.batch_size
+
+    def _filled(self, pending: list[Any], first: list[Any]) -> list[Any]:
+        """This process's batch of the last group, filled up with the first samples."""
+        size = self.batch_size
+        if self.process_index < len(pending) and len(pending[self.process_index]) == size:
+            return list(pending[self.process_index])
+        short = [one for one in pending if len(one) < size]
+        lead = short[0] if short else []
+        fillers = cycle(first)
+        position = len(pending) - 1 if short else len(pending)
+        for index in range(position, self.process_index + 1):
+            start = lead if index == position else []
+            made = [*start, *islice(fillers, size - len(start))]
+        return made
+
+
+class CompatSkipSampler(BatchSampler):
+    """A batch sampler without its first batches."""
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    @property
+    def total_length(self) -> int:
+        """Batches, with those that are skipped."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skip_batches
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """Returns the sampler of single samples of a loader."""
+    if isinstance(dataloader.sampler, BatchSampler):
+        return getattr(dataloader.sampler, "sampler", None)
+    return getattr(dataloader.batch_sampler, "sampler", None)

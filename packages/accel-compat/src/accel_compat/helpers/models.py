@@ -1,0 +1,82 @@
+"""Compiled and wrapped models."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_compat.private import is_compiled
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether torch.compile returned this module."""
+    return is_compiled(module)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether blocks of this module are compiled."""
+    return any(one is not module and is_compiled_module(one) for one in module.modules())
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether a parameter is sharded over a mesh."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_pretty_name(item: Any) -> str:
+    """Name of an object, or of its class."""
+    if not hasattr(item, "__qualname__") and not hasattr(item, "__name__"):
+        item = getattr(item, "__class__", item)
+    return str(getattr(item, "__qualname__", getattr(item, "__name__", item)))
+
+
+def get_module_children_bottom_up(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model, children before their parents."""
+    ordered: list[nn.Module] = []
+    pending = [model]
+    while pending:
+        module = pending.pop(0)
+        ordered.append(module)
+        pending.extend(module.children())
+    return ordered[::-1]
+
+
+def recursive_getattr(item: Any, attr: str) -> Any:
+    """Attribute of an attribute, by a dotted name."""
+    for name in attr.split("."):
+        item = getattr(item, name)
+    return item
+
+
+def convert_bytes(size: float) -> str:
+    """Size in bytes as text with a unit."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024.0:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024.0
+    return f"{round(size, 2)} PB"
+
+
+def merge_dicts(source: dict[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Copies nested values of ``source`` into ``destination``."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Whether a process on this host listens on the port."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def has_offloaded(module: nn.Module) -> bool:
+    """Whether a parameter is on the meta device."""
+    return any(parameter.device == torch.device("meta") for parameter in module.parameters())

@@ -1,0 +1,36 @@
+"""The user's module in a prepared one."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_backends.ops.compile import unwrap
+from accel_compat.private import is_compiled
+from accel_precision.autocast import restore_module
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """Returns the user's module; without ``keep_fp32_wrapper`` its forward is no longer under autocast.
+
+    ``recursive`` also replaces wrapped modules inside the user's.
+    """
+    inner = unwrap(model, keep_torch_compile=keep_torch_compile)
+    if not isinstance(inner, nn.Module):
+        return inner
+    if recursive:
+        _unwrap_children(inner, keep_torch_compile)
+    if not keep_fp32_wrapper:
+        restore_module(inner.__dict__.get("_modules", {}).get("_orig_mod", inner) if is_compiled(inner) else inner)
+    return inner
+
+
+def _unwrap_children(module: nn.Module, keep_torch_compile: bool) -> None:
+    kinds = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    for name, child in module.named_children():
+        if isinstance(child, kinds) or (is_compiled(child) and not keep_torch_compile):
+            child = unwrap(child, keep_torch_compile=keep_torch_compile)
+            setattr(module, name, child)
+        _unwrap_children(child, keep_torch_compile)

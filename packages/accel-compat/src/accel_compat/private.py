@@ -1,0 +1,39 @@
+"""Private names of torch that this package uses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+
+@contextmanager
+def synchronising(model: Any) -> Iterator[None]:
+    """Within the block, DDP reduces the gradients of a forward that ran under ``no_sync``.
+
+    torch has no public name for the preparation of the reducer; without it, the gradients stay those of this rank.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = True
+    model.require_forward_param_sync = True
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile returned this module; torch does not export the class of such modules."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+def sampler_length(sampler: Any) -> int | None:
+    """Number of samples that a RandomSampler was told to draw, which torch has no public name for; None: all."""
+    count: int | None = sampler._num_samples
+    return count

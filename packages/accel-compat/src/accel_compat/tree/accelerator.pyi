@@ -1,0 +1,7 @@
+from accel_compat.facade.accelerator import CompatAccelerator as Accelerator
+from accel_compat.state.accelerator_state import SharedAcceleratorState as AcceleratorState
+from accel_compat.options.handlers import DataLoaderConfiguration as DataLoaderConfiguration
+from accel.utils.dataclasses import DistributedType as DistributedType
+from accel_compat.options.handlers import CompatAccumulationPlugin as GradientAccumulationPlugin
+from accel_compat.state.gradient_state import SharedGradientState as GradientState
+from accel_compat.state.process_state import SharedPartialState as PartialState

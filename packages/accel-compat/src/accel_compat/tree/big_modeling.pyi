@@ -1,0 +1,11 @@
+from accel.big_modeling import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+from accel.big_modeling import check_device_map as check_device_map
+from accel.big_modeling import cpu_offload as cpu_offload
+from accel.big_modeling import cpu_offload_with_hook as cpu_offload_with_hook
+from accel.big_modeling import disk_offload as disk_offload
+from accel.big_modeling import dispatch_model as dispatch_model
+from accel.big_modeling import infer_auto_device_map as infer_auto_device_map
+from accel.big_modeling import init_empty_weights as init_empty_weights
+from accel.big_modeling import init_on_device as init_on_device
+from accel.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model

@@ -1,0 +1,4 @@
+from accel_compat.checkpoints.files import load_accelerator_state as load_accelerator_state
+from accel_compat.checkpoints.files import load_custom_state as load_custom_state
+from accel_compat.checkpoints.files import save_accelerator_state as save_accelerator_state
+from accel_compat.checkpoints.files import save_custom_state as save_custom_state

@@ -1,0 +1,2 @@
+from accel_compat.absent import config_command as config_command
+from accel_compat.absent import config_command_parser as config_command_parser

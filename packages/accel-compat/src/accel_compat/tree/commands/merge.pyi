@@ -1,0 +1,3 @@
+from accel_compat.absent import main as main
+from accel_compat.absent import merge_command as merge_command
+from accel_compat.absent import merge_command_parser as merge_command_parser

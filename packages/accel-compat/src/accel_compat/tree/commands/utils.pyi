@@ -1,0 +1,1 @@
+from accel_compat.absent import CustomArgumentParser as CustomArgumentParser

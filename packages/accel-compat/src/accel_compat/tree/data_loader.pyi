@@ -1,0 +1,13 @@
+from accel_compat.data.samplers import CompatBatchShard as BatchSamplerShard
+from accel_compat.data.loaders import DataLoaderAdapter as DataLoaderAdapter
+from accel_compat.data.loaders import DataLoaderDispatcher as DataLoaderDispatcher
+from accel_compat.data.loaders import DataLoaderShard as DataLoaderShard
+from accel_compat.data.loaders import DataLoaderStateMixin as DataLoaderStateMixin
+from accel_compat.data.iterable import CompatIterableShard as IterableDatasetShard
+from accel_compat.absent import MpDeviceLoaderWrapper as MpDeviceLoaderWrapper
+from accel_compat.data.samplers import CompatSeedableSampler as SeedableRandomSampler
+from accel_compat.data.samplers import CompatSkipSampler as SkipBatchSampler
+from accel_compat.data.loaders import SkipDataLoader as SkipDataLoader
+from accel_compat.data.samplers import get_sampler as get_sampler
+from accel_compat.data.prepare import prepare_data_loader as prepare_data_loader
+from accel_compat.data.prepare import skip_first_batches as skip_first_batches

@@ -1,0 +1,12 @@
+from accel.hooks import AlignDevicesHook as AlignDevicesHook
+from accel.hooks import CpuOffload as CpuOffload
+from accel.hooks import LayerwiseCastingHook as LayerwiseCastingHook
+from accel.hooks import ModelHook as ModelHook
+from accel.hooks import SequentialHook as SequentialHook
+from accel.hooks import UserCpuOffloadHook as UserCpuOffloadHook
+from accel.hooks import add_hook_to_module as add_hook_to_module
+from accel.hooks import attach_align_device_hook as attach_align_device_hook
+from accel.hooks import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from accel.hooks import attach_execution_device_hook as attach_execution_device_hook
+from accel.hooks import remove_hook_from_module as remove_hook_from_module
+from accel.hooks import remove_hook_from_submodules as remove_hook_from_submodules

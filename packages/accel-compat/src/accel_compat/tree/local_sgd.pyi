@@ -1,0 +1,1 @@
+from accel.local_sgd import LocalSGD as LocalSGD

@@ -1,0 +1,3 @@
+from accel_compat.facade.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from accel_compat.facade.optimizer import move_to_device as move_to_device
+from accel_compat.absent import patch_optimizer_step as patch_optimizer_step

@@ -1,0 +1,1 @@
+from accel.utils.dataclasses import ParallelismConfig as ParallelismConfig

@@ -1,0 +1,1 @@
+from accel_compat.facade.scheduler import AcceleratedScheduler as AcceleratedScheduler

@@ -1,0 +1,15 @@
+from accel_observe.tracking.services.aim import AimTracker as AimTracker
+from accel_observe.tracking.services.clearml import ClearMLTracker as ClearMLTracker
+from accel_observe.tracking.services.comet import CometMLTracker as CometMLTracker
+from accel_observe.tracking.services.dvclive import DVCLiveTracker as DVCLiveTracker
+from accel_observe.tracking.base import GeneralTracker as GeneralTracker
+from accel_compat.helpers.tracking import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+from accel_observe.tracking.services.mlflow import MLflowTracker as MLflowTracker
+from accel_observe.tracking.services.swanlab import SwanLabTracker as SwanLabTracker
+from accel_observe.tracking.services.tensorboard import TensorBoardTracker as TensorBoardTracker
+from accel_observe.tracking.services.trackio import TrackioTracker as TrackioTracker
+from accel_observe.tracking.services.wandb import WandBTracker as WandBTracker
+from accel_compat.helpers.tracking import filter_trackers as filter_trackers
+from accel_compat.helpers.tracking import get_available_trackers as get_available_trackers
+from accel_observe.tracking.base import on_main_process as on_main_process
+from accel_compat.helpers.tracking import register_tracker_class as register_tracker_class

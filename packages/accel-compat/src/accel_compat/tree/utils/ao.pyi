@@ -1,0 +1,6 @@
+from accel_compat.absent import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from accel_compat.absent import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
+from accel_compat.absent import filter_linear_layers as filter_linear_layers
+from accel_compat.absent import find_first_last_linear_layers as find_first_last_linear_layers
+from accel_compat.helpers.system import has_no_such_layers as has_ao_layers
+from accel_compat.absent import torchao_required as torchao_required

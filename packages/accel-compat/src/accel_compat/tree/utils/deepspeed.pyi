@@ -1,0 +1,8 @@
+from accel_compat.absent import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accel_compat.absent import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accel_compat.absent import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accel.utils.deepspeed import DummyOptim as DummyOptim
+from accel.utils.deepspeed import DummyScheduler as DummyScheduler
+from accel.utils.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accel_compat.options.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accel.utils.deepspeed import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed

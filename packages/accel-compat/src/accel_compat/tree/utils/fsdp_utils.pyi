@@ -1,0 +1,17 @@
+from accel_compat.absent import compile_regions_fsdp2 as compile_regions_fsdp2
+from accel_compat.helpers.fsdp import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+from accel_compat.helpers.fsdp import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+from accel_compat.absent import ensure_weights_retied as ensure_weights_retied
+from accel_compat.absent import fsdp2_apply_ac as fsdp2_apply_ac
+from accel_compat.absent import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accel_compat.absent import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accel_compat.absent import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
+from accel_compat.absent import fsdp2_prepare_model as fsdp2_prepare_model
+from accel_compat.absent import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+from accel_compat.helpers.precision import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accel_compat.options.fsdp import get_parameters_from_modules as get_parameters_from_modules
+from accel_compat.checkpoints.sharded import load_fsdp_model as load_fsdp_model
+from accel_compat.checkpoints.sharded import load_fsdp_optimizer as load_fsdp_optimizer
+from accel_compat.absent import merge_fsdp_weights as merge_fsdp_weights
+from accel_compat.checkpoints.sharded import save_fsdp_model as save_fsdp_model
+from accel_compat.checkpoints.sharded import save_fsdp_optimizer as save_fsdp_optimizer

@@ -1,0 +1,11 @@
+from accel_compat.absent import AbstractTrainStep as AbstractTrainStep
+from accel_compat.absent import BertTrainStep as BertTrainStep
+from accel_compat.absent import GPTTrainStep as GPTTrainStep
+from accel_compat.absent import MegatronEngine as MegatronEngine
+from accel_compat.absent import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from accel_compat.absent import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accel_compat.absent import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accel_compat.absent import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+from accel_compat.absent import T5TrainStep as T5TrainStep
+from accel_compat.absent import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+from accel_compat.absent import gather_across_data_parallel_groups as gather_across_data_parallel_groups

@@ -1,0 +1,1 @@
+from accel_compat.absent import install_xla as install_xla

@@ -1,0 +1,4 @@
+from accel_compat.absent import apply_fp8_autowrap as apply_fp8_autowrap
+from accel_compat.absent import contextual_fp8_autocast as contextual_fp8_autocast
+from accel_compat.absent import convert_model as convert_model
+from accel_compat.helpers.system import has_no_such_layers as has_transformer_engine_layers

@@ -1,0 +1,75 @@
+"""The Accelerator with Accelerate's semantics."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def _run(steps, batches=5):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.ones(batches, 2), batch_size=1)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def test_windows_end_with_their_loader():
+    accelerator, model, _, loader = _run(2)
+    seen = []
+    for _ in loader:
+        with accelerator.accumulate(model):
+            seen.append((accelerator.sync_gradients, accelerator.step))
+    assert seen == [(False, 1), (True, 2), (False, 3), (True, 4), (True, 0)]
+
+
+def test_a_short_window_is_divided_by_the_full_number():
+    accelerator, model, _, loader = _run(4, batches=1)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 0.25))
+
+
+def test_optimizers_step_only_when_gradients_are_synchronised():
+    accelerator, model, optimizer, loader = _run(2, batches=2)
+    weights = [model.weight.detach().clone()]
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            weights.append(model.weight.detach().clone())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+
+
+def test_two_accelerators_share_their_state():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    first = Accelerator(mixed_precision="bf16")
+    assert Accelerator().mixed_precision == first.mixed_precision == AcceleratorState().mixed_precision == "bf16"
+
+
+def test_another_precision_of_a_second_accelerator_is_refused():
+    from accelerate import Accelerator
+
+    Accelerator(mixed_precision="bf16")
+    with pytest.raises(ValueError, match="already been initialized and cannot be changed"):
+        Accelerator(mixed_precision="no")
+
+
+def test_a_saved_state_is_restored(tmp_path):
+    accelerator, model, optimizer, loader = _run(1)
+    accelerator.save_state(str(tmp_path / "state"))
+    saved = model.weight.detach().clone()
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+    assert not torch.equal(model.weight, saved)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(model.weight, saved)
+    names = {path.name for path in (tmp_path / "state").iterdir()}
+    assert names == {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}

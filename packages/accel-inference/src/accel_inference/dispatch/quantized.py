@@ -1,0 +1,201 @@
+"""Models loaded with quantized weights, from a checkpoint in full precision or one of the quantized model."""
+
+from collections.abc import Mapping, Sequence
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_inference.dispatch.dispatch import dispatch_model
+from accel_inference.dispatch.load import AUTOMATIC
+from accel_inference.hooks.align import DeviceLike
+from accel_inference.module_tensors.ties import device_of
+from accel_inference.placement.auto_map import infer_auto_device_map
+from accel_inference.placement.budgets import DeviceName, get_balanced_memory
+from accel_inference.quantization.ao_layers import TorchAOQuantizer
+from accel_inference.quantization.bnb_layers import BnbQuantizer
+from accel_inference.quantization.config import BnbQuantizationConfig, QuantizationConfig
+from accel_inference.quantization.quantizer import Quantizer
+from accel_inference.quantization.selection import is_below, quantized_modules
+from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
+from accel_inference.weights.loading import load_weights, missing_weights
+from accel_inference.weights.offload_folder import read_offload_index
+from accel_inference.weights.reading import read_in_order
+from accel_inference.weights.sources import Weight
+from accel_state.errors import CheckpointMismatchError
+
+_LOG = getLogger(__name__)
+DeviceMap = Mapping[str, DeviceLike]
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: QuantizationConfig,
+    weights_location: PathLike | None = None,
+    device_map: str | DeviceMap | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    max_memory: Mapping[DeviceName, int | str] | None = None,
+    offload_folder: PathLike | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Quantizes the Linear modules of a model, in place, and loads their weights one by one from ``weights_location``.
+
+    A weight in full precision exists only while it is quantized. A checkpoint of the quantized model (its state dict)
+    is loaded as it is. Without ``weights_location`` the weights that the model has are quantized. Modules of a map
+    with accelerators that are on "cpu" or "disk" keep their precision; so do those that the configuration skips.
+
+    Raises:
+        RuntimeError: the model is on the meta device and there is no ``weights_location``.
+        ValueError: the map has modules without a device, or an automatic map would offload modules.
+        CheckpointMismatchError: the checkpoint lacks weights, or has them in another shape.
+        ImportError: the library of the configuration is not installed.
+    """
+    config = bnb_quantization_config
+    quantizer = _quantizer(config)
+    places = _places(model, config, device_map, max_memory, no_split_module_classes)
+    chosen = {name: one for name, one in quantized_modules(model, config, places).items() if quantizer.takes(one)}
+    if weights_location is None:
+        _refuse_empty(model)
+        _quantize_loaded(model, quantizer, chosen, config, places)
+    else:
+        sources = checkpoint_weights(weights_location)
+        layers = {name: _replaced(model, name, quantizer.layer(linear)) for name, linear in chosen.items()}
+        _load(model, quantizer, layers, sources, config, places, offload_folder)
+        offloaded = read_offload_index(offload_folder) if offload_folder is not None else {}
+        if missing := missing_weights(model, offloaded):
+            raise CheckpointMismatchError(f"{weights_location} lacks weights of the model: {', '.join(missing[:8])}")
+    if isinstance(config, BnbQuantizationConfig):
+        flags: Any = model
+        flags.is_loaded_in_8bit, flags.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
+    if places is not None and len({str(device) for device in places.values()}) > 1:
+        return dispatch_model(model, places, offload_dir=offload_folder)
+    if places is not None:
+        model.hf_device_map = dict(places)  # type: ignore[assignment]
+    return model
+
+
+def _quantizer(config: QuantizationConfig) -> Quantizer:
+    return BnbQuantizer(config) if isinstance(config, BnbQuantizationConfig) else TorchAOQuantizer(config)
+
+
+def _places(
+    model: nn.Module,
+    config: QuantizationConfig,
+    device_map: str | DeviceMap | None,
+    max_memory: Mapping[DeviceName, int | str] | None,
+    unsplittable: str | Sequence[str] | None,
+) -> DeviceMap | None:
+    """The map with which the model is loaded: the one given, or one that an automatic word means."""
+    if not isinstance(device_map, str):
+        return device_map
+    if device_map not in AUTOMATIC:
+        raise ValueError(
+            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'; "
+            f"got {device_map!r}"
+        )
+    target: Any = config.target_dtype
+    whole = {
+        name: config.torch_dtype or torch.float16
+        for name, _ in model.named_parameters()
+        if name.rpartition(".")[0] not in quantized_modules(model, config, None)
+    }
+    if device_map != "sequential":
+        low = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, unsplittable, target, whole, low_zero=low)
+    found: Any = infer_auto_device_map(model, max_memory, unsplittable, target, whole)
+    on_accelerators = {str(device) for device in found.values()} - {"cpu", "disk"}
+    if "disk" in found.values() or (on_accelerators and "cpu" in found.values()):
+        places = ", ".join(name for name, device in found.items() if device in ("cpu", "disk"))
+        raise ValueError(
+            f"Some modules are dispatched on the CPU or the disk: {places}. Make sure you have enough memory for the "
+            "quantized model, or pass a custom `device_map`, whose offloaded modules keep their precision"
+        )
+    return {name: device for name, device in found.items()}
+
+
+def _refuse_empty(model: nn.Module) -> None:
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise RuntimeError(
+            f"{empty} is on the meta device: the model weights are not loaded, so `weights_location` is needed"
+        )
+
+
+def _quantize_loaded(
+    model: nn.Module,
+    quantizer: Quantizer,
+    chosen: Mapping[str, nn.Linear],
+    config: QuantizationConfig,
+    places: DeviceMap | None,
+) -> None:
+    _LOG.warning("the model is loaded in full precision already; an empty model and `weights_location` take less")
+    in_fp32 = config.keep_in_fp32_modules or ()
+    for name, linear in chosen.items():
+        value, device = linear.weight.detach(), _device(name, places, linear.weight)
+        layer = _replaced(model, name, quantizer.layer(linear))
+        layer.weight = quantizer.weight(layer, value, device)
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight") not in chosen and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if is_below(name, in_fp32) else config.torch_dtype)
+
+
+def _load(
+    model: nn.Module,
+    quantizer: Quantizer,
+    layers: Mapping[str, nn.Module],
+    sources: Mapping[str, Weight],
+    config: QuantizationConfig,
+    places: DeviceMap | None,
+    offload_folder: PathLike | None,
+) -> None:
+    """Loads the weights of quantized layers, then the others."""
+    beside = {name: quantizer.saved_names(name, sources) for name in layers}
+    own = {f"{name}.weight": sources[f"{name}.weight"] for name in layers if f"{name}.weight" in sources}
+    taken = {*own, *(one for names in beside.values() for one in names)}
+    rest = {name: source for name, source in sources.items() if name not in taken}
+    _check_shapes(layers, own, beside)
+    load_weights(
+        model,
+        rest,
+        device_map=places,
+        offload_folder=offload_folder,
+        dtype=config.torch_dtype,
+        keep_in_fp32_modules=config.keep_in_fp32_modules,
+        besides=own,
+    )
+    for name, value in zip(own, read_in_order(own.values()), strict=True):
+        module = name.removesuffix(".weight")
+        layer = layers[module]
+        device = _device(module, places, value)
+        saved = {one.removeprefix(f"{module}."): sources[one].read() for one in beside[module]}
+        whole = not saved and type(value) is Tensor
+        layer.weight = (
+            quantizer.weight(layer, value, device) if whole else quantizer.restored(layer, value, saved, device)
+        )
+
+
+def _check_shapes(
+    layers: Mapping[str, nn.Module], own: Mapping[str, Weight], beside: Mapping[str, Sequence[str]]
+) -> None:
+    for name, source in own.items():
+        module = name.removesuffix(".weight")
+        expected: Any = layers[module].weight.shape
+        if not beside[module] and tuple(source.shape) != tuple(expected):
+            raise CheckpointMismatchError(
+                f"shapes do not match, nothing was loaded: {name} is {list(source.shape)} in the checkpoint and "
+                f"{list(expected)} in the model"
+            )
+
+
+def _device(module: str, places: DeviceMap | None, value: Tensor) -> torch.device:
+    found = None if places is None else device_of(module, places)
+    if found is not None:
+        return torch.device(found)
+    return torch.device("cpu") if value.is_meta else value.device
+
+
+def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, layer)
+    return layer

@@ -1,0 +1,98 @@
+"""Linear layers of bitsandbytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from accel_inference.quantization.config import BnbQuantizationConfig
+
+
+def bitsandbytes() -> Any:
+    """The package.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return import_module("bitsandbytes")
+    except ImportError as error:
+        raise ImportError(
+            "BnbQuantizationConfig needs bitsandbytes 0.48 or newer (pip install bitsandbytes); "
+            f"TorchAOQuantizationConfig quantizes with torchao: {error}"
+        ) from error
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Whether a model has a layer with 4-bit weights of bitsandbytes."""
+    return any(hasattr(module, "quant_storage") and hasattr(module, "compute_dtype") for module in model.modules())
+
+
+@final
+@dataclass(frozen=True)
+class BnbQuantizer:
+    """Quantization by bitsandbytes in 8 or 4 bits."""
+
+    config: BnbQuantizationConfig
+
+    def takes(self, linear: nn.Linear) -> bool:
+        return True
+
+    def layer(self, linear: nn.Linear) -> nn.Module:
+        config, layers = self.config, bitsandbytes().nn
+        kind: dict[str, Any] = (
+            {"has_fp16_weights": False, "threshold": config.llm_int8_threshold}
+            if config.load_in_8bit
+            else {
+                "compute_dtype": config.bnb_4bit_compute_dtype,
+                "compress_statistics": config.bnb_4bit_use_double_quant,
+                "quant_type": config.bnb_4bit_quant_type,
+            }
+        )
+        made: nn.Module = (layers.Linear8bitLt if config.load_in_8bit else layers.Linear4bit)(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", **kind
+        )
+        made.weight.requires_grad_(False)
+        if linear.bias is not None:
+            made.bias = linear.bias
+        return made.train(linear.training)
+
+    def weight(self, layer: nn.Module, value: Tensor, device: torch.device) -> nn.Parameter:
+        layers = bitsandbytes().nn
+        if self.config.load_in_8bit:
+            quantized = layers.Int8Params(value, requires_grad=False, has_fp16_weights=False)
+        else:
+            quantized = layers.Params4bit(
+                value.to(self.config.torch_dtype),
+                requires_grad=False,
+                compress_statistics=self.config.bnb_4bit_use_double_quant,
+                quant_type=self.config.bnb_4bit_quant_type,
+                module=layer,
+            )
+        made: nn.Parameter = quantized.to(device)
+        return made
+
+    def saved_names(self, name: str, names: Mapping[str, object]) -> list[str]:
+        beside = {f"{name}.SCB", f"{name}.weight_format"}
+        return [one for one in names if one in beside or one.startswith(f"{name}.weight.")]
+
+    def restored(
+        self, layer: nn.Module, value: Tensor, saved: Mapping[str, Tensor], device: torch.device
+    ) -> nn.Parameter:
+        layers = bitsandbytes().nn
+        if self.config.load_in_8bit:
+            if value.dtype != torch.int8 or "SCB" not in saved:
+                raise ValueError(f"the checkpoint has weights in 4 bits, and {self.config} loads 8")
+            there, scales = value.to(device), saved["SCB"].to(device)
+            made: nn.Parameter = layers.Int8Params(
+                there, requires_grad=False, has_fp16_weights=False, CB=there, SCB=scales
+            )
+            return made
+        if "SCB" in saved:
+            raise ValueError(f"the checkpoint has weights in 8 bits, and {self.config} loads 4")
+        statistics = {name.removeprefix("weight."): tensor for name, tensor in saved.items()}
+        made = layers.Params4bit.from_prequantized(value, statistics, requires_grad=False, device=device, module=layer)
+        return made

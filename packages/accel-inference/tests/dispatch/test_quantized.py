@@ -1,0 +1,176 @@
+"""Models are loaded with quantized weights, one weight at a time, and loaded back as they were."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel_inference.dispatch.quantized import load_and_quantize_model
+from accel_inference.module_tensors.meta_init import init_empty_weights
+from accel_inference.quantization.config import BnbQuantizationConfig, TorchAOQuantizationConfig
+from accel_state.errors import CheckpointMismatchError
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 128)
+        self.norm = nn.LayerNorm(128)
+        self.down = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.norm(self.up(x))))
+
+
+def build():
+    return nn.Sequential(Block(), Block(), nn.Linear(64, 32))
+
+
+BNB = [
+    {"load_in_8bit": True, "torch_dtype": torch.float32},
+    {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "fp32"},
+    {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "fp32"},
+]
+AO = [{"weights": "int8"}, {"weights": "int4"}, {"weights": "fp8"}]
+TOLERANCE = {"int8": 0.02, "fp8": 0.05, "int4": 0.15, "8bit": 0.03, "4bit": 0.2}
+
+
+def config_of(options, **more):
+    if "weights" in options:
+        pytest.importorskip("torchao")
+        return TorchAOQuantizationConfig(**{"torch_dtype": torch.float32, **options, **more})
+    pytest.importorskip("bitsandbytes")
+    return BnbQuantizationConfig(**options, **more)
+
+
+def tolerance(options):
+    key = options.get("weights") or ("8bit" if options.get("load_in_8bit") else "4bit")
+    return TOLERANCE[key]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    model = build()
+    save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return model, tmp_path / "model.safetensors"
+
+
+def loaded(file, config, **options):
+    with init_empty_weights():
+        model = build()
+    return load_and_quantize_model(model, config, weights_location=file, device_map={"": "cpu"}, **options)
+
+
+def relative_error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("options", [*BNB, *AO], ids=str)
+def test_a_quantized_model_computes_nearly_the_same_in_less_memory(saved, options):
+    plain, file = saved
+    model = loaded(file, config_of(options)).eval()
+    x = torch.randn(16, 64)
+    with torch.no_grad():
+        assert relative_error(model(x), plain(x)) < tolerance(options)
+    assert type(model[0].up.weight) is not nn.Parameter
+    assert model[0].norm.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("options", [*BNB, *AO], ids=str)
+def test_loaded_weights_are_those_of_a_model_that_is_quantized_afterwards(saved, options, caplog):
+    plain, file = saved
+    first = loaded(file, config_of(options)).eval()
+    second = load_and_quantize_model(copy.deepcopy(plain), config_of(options)).eval()
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        assert torch.equal(first(x), second(x))
+    assert "loaded in full precision already" in caplog.text
+
+
+@pytest.mark.parametrize("options", BNB, ids=str)
+def test_a_saved_quantized_model_of_bitsandbytes_is_loaded_back(saved, options, tmp_path):
+    _, file = saved
+    model = loaded(file, config_of(options)).eval()
+    save_file(model.state_dict(), tmp_path / "quantized.safetensors", metadata={"format": "pt"})
+    again = loaded(tmp_path / "quantized.safetensors", config_of(options)).eval()
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        assert torch.equal(model(x), again(x))
+
+
+@pytest.mark.parametrize("options", AO, ids=str)
+def test_a_saved_quantized_model_of_torchao_is_loaded_back(saved, options, tmp_path):
+    _, file = saved
+    model = loaded(file, config_of(options)).eval()
+    torch.save(model.state_dict(), tmp_path / "quantized.bin")
+    again = loaded(tmp_path / "quantized.bin", config_of(options)).eval()
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        assert torch.equal(model(x), again(x))
+
+
+@pytest.mark.parametrize("options", [BNB[0], BNB[1], AO[0]], ids=str)
+def test_skipped_modules_keep_their_precision(saved, options):
+    plain, file = saved
+    config = config_of(options, skip_modules=["0.up"], keep_in_fp32_modules=["down"])
+    model = loaded(file, config)
+    assert torch.equal(model[0].up.weight, plain[0].up.weight.to(config.torch_dtype))
+    assert torch.equal(model[1].down.weight, plain[1].down.weight)
+    assert type(model[1].up.weight) is not nn.Parameter
+
+
+@pytest.mark.parametrize("options", [BNB[0], BNB[1], AO[0]], ids=str)
+def test_adapters_on_a_quantized_base_get_gradients_and_the_base_none(saved, options):
+    _, file = saved
+    base = loaded(file, config_of(options))
+    base.requires_grad_(False)
+    adapter = nn.Linear(32, 32)
+    before = nn.Linear(64, 64)
+    model = nn.Sequential(before, base, adapter)
+    model(torch.randn(8, 64)).square().mean().backward()
+    assert before.weight.grad.abs().sum() > 0
+    assert adapter.weight.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in base.parameters())
+
+
+@pytest.mark.parametrize("options", [AO[0]], ids=str)
+def test_an_empty_model_needs_weights(options):
+    with init_empty_weights():
+        model = build()
+    with pytest.raises(RuntimeError, match=r"0\.up\.weight is on the meta device.*`weights_location` is needed"):
+        load_and_quantize_model(model, config_of(options))
+
+
+def test_a_weight_of_another_shape_is_refused_before_anything_is_loaded(saved, tmp_path):
+    plain, _ = saved
+    state = plain.state_dict() | {"2.weight": torch.ones(7, 64)}
+    save_file(state, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointMismatchError, match=r"2\.weight is \[7, 64\] in the checkpoint and \[32, 64\]"):
+        loaded(tmp_path / "other.safetensors", config_of(AO[0]))
+
+
+def test_a_checkpoint_without_a_weight_is_refused(saved, tmp_path):
+    plain, _ = saved
+    state = {name: tensor for name, tensor in plain.state_dict().items() if name != "1.down.weight"}
+    save_file(state, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointMismatchError, match=r"lacks weights of the model: 1\.down\.weight"):
+        loaded(tmp_path / "other.safetensors", config_of(AO[0]))
+
+
+def test_a_map_may_keep_modules_on_disk_in_their_precision(saved, tmp_path):
+    plain, file = saved
+    with init_empty_weights():
+        model = build()
+    places = {"0": "cpu", "1": "disk", "2": "cpu"}
+    config = config_of(AO[0])
+    model = load_and_quantize_model(
+        model, config, weights_location=file, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        assert relative_error(model(x), plain(x)) < TOLERANCE["int8"]
+    assert model[1].up.weight.is_meta
+    assert model.hf_device_map == places
