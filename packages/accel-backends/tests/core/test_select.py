@@ -16,7 +16,7 @@ from accel_backends import (
 )
 from accel_backends.core.config import BackendConfig, Stated, StrategyFacts
 from accel_backends.core.select import check_axes, find_backend
-from accel_state import BackendError, ConfigError, Device, ParallelismConfig, Topology
+from accel_state import BackendError, ConfigError, Device, ParallelismConfig, Topology, TopologyError
 
 ONE, TWO = Topology(), Topology(rank=0, world_size=2, local_world_size=2)
 CPU, XLA = Device("cpu"), Device("xla")
@@ -123,12 +123,12 @@ def install(tmp_path, monkeypatch):
 
 
 def test_an_installed_backend_is_found_by_the_axes_that_it_serves(install):
-    install("rows", {"tp", "cp"})
-    choice = select_backend(TWO, CPU, axes=["tp"])
-    assert (choice.name, choice.reasons) == ("rows", ("it serves the axes tp",))
-    assert find_backend(["cp", "tp"]) == "rows"
-    assert find_backend(["cp", "dp_shard"]) is None
-    assert select_backend(TWO, CPU, axes=["cp", "dp_shard"]).name == "ddp"
+    install("rows", {"sp", "pp"})
+    choice = select_backend(TWO, CPU, axes=["sp"])
+    assert (choice.name, choice.reasons) == ("rows", ("it serves the axes sp",))
+    assert find_backend(["pp", "sp"]) == "rows"
+    assert find_backend(["sp", "dp_shard"]) is None
+    assert select_backend(TWO, CPU, axes=["sp", "dp_shard"]).name == "ddp"
 
 
 def test_a_backend_of_accel_comes_before_an_installed_one(install):
@@ -137,30 +137,54 @@ def test_a_backend_of_accel_comes_before_an_installed_one(install):
 
 
 def test_installed_backends_have_a_declared_order(install):
-    install("first", {"tp"}, precedence=10)
-    install("later", {"tp"})
-    install("named", {"tp"}, precedence=None)
-    assert find_backend(["tp"]) == "first"
+    install("first", {"sp"}, precedence=10)
+    install("later", {"sp"})
+    install("named", {"sp"}, precedence=None)
+    assert find_backend(["sp"]) == "first"
 
 
 def test_a_tie_is_refused_with_a_name_that_decides(install):
-    install("left", {"tp"})
-    install("right", {"tp"})
-    with pytest.raises(ConfigError, match="tp: backends 'left', 'right' serve that alike; nearest: strategy='left'"):
-        find_backend(["tp"])
+    install("left", {"sp"})
+    install("right", {"sp"})
+    with pytest.raises(ConfigError, match="sp: backends 'left', 'right' serve that alike; nearest: strategy='left'"):
+        find_backend(["sp"])
 
 
 def test_a_backend_that_has_to_be_named_is_only_the_nearest(install):
-    install("ring", {"cp"}, precedence=None)
-    assert find_backend(["cp"]) is None
-    with pytest.raises(ConfigError, match="cp_size=2: backend 'single' cannot do that; nearest: strategy='ring'"):
-        check_axes("single", SingleConfig(), ParallelismConfig(cp_size=2))
+    install("ring", {"pp"}, precedence=None)
+    assert find_backend(["pp"]) is None
+    with pytest.raises(ConfigError, match="pp_size=2: backend 'single' cannot do that; nearest: strategy='ring'"):
+        check_axes("single", SingleConfig(), ParallelismConfig(pp_size=2))
 
 
 def test_a_backend_that_cannot_be_imported_serves_nothing(install, tmp_path):
-    install("torn", {"tp"})
+    install("torn", {"sp"})
     (tmp_path / "module_of_torn.py").write_text("import a_module_that_is_missing\n")
-    assert find_backend(["tp"]) is None
+    assert find_backend(["sp"]) is None
+
+
+def test_sharding_serves_tensor_and_context_parallelism():
+    assert find_backend(["tp"]) == find_backend(["cp", "dp_shard", "tp"]) == "fsdp"
+    four = Topology.on_one_node(0, 4)
+    found = FSDPConfig().resolve(StrategyFacts(four, CPU, ParallelismConfig(tp_size=2, dp_shard_size=2)))
+    assert (found.config.shard_size, found.parallelism.size("tp"), found.parallelism.data_parallel_size) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "degrees", "message"),
+    [
+        ({"fsdp_version": 1}, {"tp_size": 2}, "tp_size=2: fsdp_version=1 flattens parameters"),
+        ({"cpu_ram_efficient_loading": True}, {"cp_size": 2}, "cp_size=2 with cpu_ram_efficient_loading=True"),
+    ],
+)
+def test_options_that_exclude_an_axis_are_refused(options, degrees, message):
+    with pytest.raises(ConfigError, match=message):
+        FSDPConfig(**options).resolve(StrategyFacts(TWO, CPU, ParallelismConfig(**degrees)))
+
+
+def test_degrees_that_do_not_multiply_to_the_ranks_are_refused_with_those_that_do():
+    with pytest.raises(TopologyError, match=r"tp=2.* must be 4, as with dp_shard_size=2"):
+        FSDPConfig().resolve(StrategyFacts(Topology.on_one_node(0, 4), CPU, ParallelismConfig(tp_size=2)))
 
 
 def test_options_of_sharding_have_the_degrees_of_the_run():

@@ -102,8 +102,6 @@ def test_a_product_that_does_not_match_is_refused():
         ({"cp_size": 1.5}, "cp_size=1.5"),
         ({"dp_shard_size": True}, "dp_shard_size=True"),
         ({"cp_size": 2, "sp_size": 2}, "mutually exclusive"),
-        ({"tp_size": 2, "dp_replicate_size": 2}, "dp_shard_size > 1"),
-        ({"cp_size": 2, "dp_replicate_size": 2}, "dp_shard_size > 1"),
         ({"tp_handler": TorchContextParallelConfig()}, "tp_handler must be a TorchTensorParallelConfig"),
     ],
 )

@@ -54,7 +54,6 @@ _INSTEAD = {
 _INSTEAD_ON_ACCELERATOR = {
     "it wrapped LOMO's optimizers, which are not served": "lomo_backward has_lomo_optimizer",
     "models that are spread over devices for inference are not served": "verify_device_map",
-    "ParallelismConfig(sp_size=...) shares sequences between ranks": "maybe_context_parallel",
     "accelerator.policy has the precision": (
         "native_amp fp8_enabled fp8_recipe_handler te_recipe_handler ao_recipe_handler msamp_recipe_handler "
         "has_fp8_handler delayed_fp8_autocast autocast_handler scaler_handler"

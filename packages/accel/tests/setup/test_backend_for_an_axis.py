@@ -1,4 +1,4 @@
-"""A backend of another package that serves an axis: added by one file and one entry point, found by the degree."""
+"""A backend of another package that serves an axis: added by one file and one entry point, found by its name."""
 
 import importlib
 import sys
@@ -68,9 +68,9 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train_split(site: str) -> dict[str, Any]:
-    """The same loop with an Accelerator that is given a degree and nothing else."""
+    """The same loop with an Accelerator that is given the backend's name and a degree."""
     install(site)
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    accelerator = Accelerator(cpu=True, strategy="torch_tp", parallelism_config=ParallelismConfig(tp_size=2))
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(), batch_size=4))
@@ -96,10 +96,10 @@ def train_split(site: str) -> dict[str, Any]:
     return found
 
 
-def test_a_degree_selects_the_backend_and_numbers_are_those_of_one_process(rank_pool: RankPool, site: str) -> None:
+def test_its_name_selects_the_backend_and_numbers_are_those_of_one_process(rank_pool: RankPool, site: str) -> None:
     state, losses = train_plainly()
     for rank, found in enumerate(rank_pool.run(train_split, site, ranks=2)):
-        assert found["choice"] == "backend torch_tp: it serves the axes tp"
+        assert found["choice"] == "backend torch_tp: strategy 'torch_tp' was asked for"
         assert (found["shape"], found["data"], found["place"]) == ((4, 6), (0, 1), rank)
         assert_close_state(found["state"], state, rtol=0, atol=1e-6)
         assert found["losses"] == pytest.approx(losses, abs=1e-6)
@@ -115,7 +115,7 @@ def choose(site: str, degrees: dict[str, int], strategy: str | None) -> str:
 
 def test_a_named_strategy_still_counts(rank_pool: RankPool, site: str) -> None:
     assert rank_pool.run(choose, site, {"dp_replicate_size": 2}, None, ranks=2) == ["ddp"] * 2
-    with pytest.raises(ConfigError, match="tp_size=2: backend 'ddp' cannot do that; nearest: strategy='deepspeed'"):
+    with pytest.raises(ConfigError, match="tp_size=2: backend 'ddp' cannot do that; nearest: strategy='fsdp'"):
         rank_pool.run(choose, site, {"tp_size": 2}, "ddp", ranks=2)
 
 
@@ -126,7 +126,7 @@ def test_axes_that_it_does_not_serve_are_refused(rank_pool: RankPool, site: str)
 
 def save_and_load(site: str, folder: str) -> list[bool]:
     install(site)
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    accelerator = Accelerator(cpu=True, strategy="torch_tp", parallelism_config=ParallelismConfig(tp_size=2))
     model = mlp()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     accelerator.backward(model(torch.ones(2, 6)).square().mean())

@@ -56,6 +56,8 @@ def strategy_of(
             {"tp_size": 2, "dp_shard_size": 2},
         ),
         ({"deepspeed_plugins": {"a": {"zero_stage": 0}, "b": {}}}, "deepspeed", {"dp_replicate_size": 2}),
+        ({"degrees": ParallelismConfig(tp_size=2)}, "fsdp", {"tp_size": 2}),
+        ({"degrees": ParallelismConfig(cp_size=2)}, "fsdp", {"cp_size": 2, "cp_backend": "fsdp"}),
         ({"handler": DDPConfig(static_graph=True)}, "ddp", {"dp_replicate_size": 2}),
         ({"handler": DDPConfig(), "ranks": 1}, "single", {}),
     ],
@@ -122,16 +124,19 @@ def test_options_of_a_handler_reach_the_backend_that_they_are_for() -> None:
             "sp_backend='ring', and the strategy that serves sp_size=2 is 'deepspeed'",
         ),
         ({"deepspeed_plugins": {}}, "deepspeed_plugins is empty"),
-        ({"degrees": ParallelismConfig(cp_size=2)}, "cp_size=2: backend 'ddp' .*; nearest: dp_replicate_size=2"),
         (
             {"strategy": "ddp", "degrees": ParallelismConfig(pp_size=2)},
             "pp_size=2: backend 'ddp' .*; nearest: strategy='pipeline'",
         ),
-        ({"degrees": ParallelismConfig(tp_size=2)}, "tp_size=2: backend 'ddp' .*; nearest: strategy='deepspeed'"),
         (
-            {"strategy": "fsdp", "degrees": ParallelismConfig(tp_size=2)},
-            "tp_size=2: backend 'fsdp' .*nearest: strategy='deepspeed'",
+            {"strategy": "ddp", "degrees": ParallelismConfig(cp_size=2)},
+            "cp_size=2: backend 'ddp' .*; nearest: strategy='fsdp'",
         ),
+        (
+            {"strategy": "ddp", "degrees": ParallelismConfig(tp_size=2)},
+            "tp_size=2: backend 'ddp' .*nearest: strategy='fsdp'",
+        ),
+        ({"strategy": "fsdp1", "degrees": ParallelismConfig(tp_size=2)}, "tp_size=2: fsdp_version=1 flattens"),
     ],
 )
 def test_contradictions_name_both_origins_or_the_nearest_that_works(call: dict[str, Any], words: str) -> None:

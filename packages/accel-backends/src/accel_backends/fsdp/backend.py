@@ -53,6 +53,7 @@ from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.ops.optimizer_trial import check_on_shards, holds_any
+from accel_backends.parallel.axes import ModelAxes
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
@@ -84,16 +85,17 @@ class FSDPBackend(ModuleBackend):
         super().__init__(run, config)
         self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
         check_torch(self._options)
-        self._spread = ShardingMesh(self.session, self._options)
+        self._spread = ShardingMesh(self.session, self._options, run.parallelism)
+        self._axes = ModelAxes(run, self._spread.axis)
         self._source_filled = True
         self._all_filled = True
         self._dropping = False
         self._sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
         self._released: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
         self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-        self.layout = MeshLayout(run, self._spread)
+        self.layout = MeshLayout(run, self._spread, self._axes)
         self.gradients = DTensorGradients(self, self._sharded)
-        self.states = DTensorStates(self, self._sharded)
+        self.states = DTensorStates(self, self._sharded, self._spread)
 
     # Preparing
 
@@ -110,6 +112,7 @@ class FSDPBackend(ModuleBackend):
             units = self._units(model)
             check_model(model, units, upcast=upcasts(self.policy))
             check_hooks(model, units, version=2)
+            self._axes.check(innermost(model))
             check_gradients(model, units)
         splitting = self._splitting(bundle.models)
         check_optimizers(bundle.optimizers, self._options, splitting)
@@ -134,8 +137,10 @@ class FSDPBackend(ModuleBackend):
         bound = super().bind(bundle)
         for optimizer in bundle.optimizers:
             for group in optimizer.param_groups:
-                if len({is_dtensor(parameter) for parameter in group["params"]}) > 1 and "foreach" in group:
-                    group["foreach"] = False  # torch's foreach loops take tensors or DTensors, not both
+                meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in group["params"]}
+                for loop in ("foreach", "fused") if len(meshes) > 1 else ():
+                    if loop in group:  # torch's foreach loops and fused steps take tensors of one mesh
+                        group[loop] = False
         return bound
 
     @property
@@ -163,8 +168,10 @@ class FSDPBackend(ModuleBackend):
             _log.info("not units, because parameters of theirs are used elsewhere, too: %s", ", ".join(units.tied))
         upcast_parameters(model, self.policy)
         self.convert_layers(cast_parameters(root, self.policy))
+        sharder = self._sharder()
+        self._axes.apply(root, self.device, sharder.send)
         units = self._units(model)
-        sharded = shard_model(root, units, self._sharder())
+        sharded = shard_model(root, units, sharder)
         if self.session.world_size > 1:  # before ``follow``, which sets another all-gather for 8-bit weights
             from accel_backends.fsdp.collectives import explain_collectives
 

@@ -27,6 +27,7 @@ from accel_backends.core.option_parsing import (
 )
 from accel_state.errors import BackendError, ConfigError
 from accel_state.parallelism.config import ParallelismConfig
+from accel_state.topology import Topology
 
 PREFIX = "FSDP_"
 _KEEPS = (ShardingLevel.SHARD_GRAD_OP, ShardingLevel.NO_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
@@ -113,7 +114,7 @@ class FSDPConfig(BackendConfig):
     pin_memory: bool | None = None
     find_unused_parameters: bool = False
 
-    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard"})
+    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "tp", "cp"})
 
     @property
     def backend(self) -> str:  # type: ignore[override]
@@ -139,10 +140,31 @@ class FSDPConfig(BackendConfig):
             return config._without_ranks(facts)
         if facts.plan is not None:
             return BackendConfig.resolve(config, facts)
-        topology = facts.topology
-        replicas, shards = config.degrees(topology.world_size, topology.local_world_size)
+        given = facts.parallelism
+        beside = given.size("tp") * given.size("cp")
+        if beside > 1:
+            config._check_beside(given)
+            given.fitted(facts.topology.world_size)
+        replicas, shards = config.data_degrees(facts.topology, beside)
         degrees = replace(facts.parallelism, dp_replicate_size=replicas, dp_shard_size=shards)
         return Resolution(config, degrees)
+
+    def data_degrees(self, topology: Topology, beside: int = 1) -> tuple[int, int]:
+        """Returns the number of replicas and their shard degree, where ``beside`` ranks compute on the same samples."""
+        return self.degrees(topology.world_size // beside, max(1, topology.local_world_size // beside))
+
+    def _check_beside(self, parallelism: ParallelismConfig) -> None:
+        """Refuses options that the axes of tensor and context parallelism exclude."""
+        sizes = ", ".join(
+            f"{axis}_size={parallelism.size(axis)}" for axis in ("tp", "cp") if parallelism.size(axis) > 1
+        )
+        if self.fsdp_version == 1:
+            raise ConfigError(f"{sizes}: fsdp_version=1 flattens parameters, which have no axes then; use version 2")
+        if self.cpu_ram_efficient_loading:
+            raise ConfigError(
+                f"{sizes} with cpu_ram_efficient_loading=True: every rank needs the values before its layers are "
+                "sharded; nearest: leave it out"
+            )
 
     def _with_degrees(self, parallelism: ParallelismConfig) -> "FSDPConfig":
         if parallelism.total_size == 1:

@@ -47,7 +47,6 @@ def refuse_outside(modules: Iterable[Own], kind: str, version: int) -> list[Remo
     DTensors in version 2, and flat slices in version 1, where the original has several dimensions. Returns the hooks,
     which have to be removed before torch.compile, because dynamo compiles a module with a hook as a separate graph.
     """
-    is_shard = is_dtensor if version == 2 else _is_flat
     nearest = "strategy='ddp'"
     if version == 2:
         nearest = f"after prepare {_REGISTER}, for a method that forward does not call"
@@ -57,6 +56,7 @@ def refuse_outside(modules: Iterable[Own], kind: str, version: int) -> list[Remo
             f"{name} of {kind} was called outside of {kind}.forward, and its parameters are gathered only there; call "
             f"the prepared model, whose forward may call its other methods; or {nearest}"
         )
+        is_shard = _has_axes_of(module._parameters[parameter]) if version == 2 else _is_flat
         handles.append(module.register_forward_pre_hook(_refusing(parameter, is_shard, said)))
     return handles
 
@@ -67,6 +67,16 @@ def _refusing(name: str, is_shard: Callable[[Any], bool], said: str) -> Callable
             raise BackendError(said)
 
     return refuse
+
+
+def _has_axes_of(shard: Any) -> Callable[[Any], bool]:
+    """Whether a parameter is a DTensor over as many axes as ``shard``; gathered, it keeps its tensor-parallel axis."""
+    axes = shard.device_mesh.ndim
+
+    def is_shard(parameter: Any) -> bool:
+        return is_dtensor(parameter) and parameter.device_mesh.ndim == axes
+
+    return is_shard
 
 
 def _is_flat(parameter: torch.Tensor | None) -> bool:

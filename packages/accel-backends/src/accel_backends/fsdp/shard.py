@@ -168,6 +168,7 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
 
     Collective: every rank of the group must call this.
     """
+    import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
     named = {name: model.get_submodule(name) for name in (*units.inside_out, *units.ignored)}
@@ -190,7 +191,7 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     _shard_unit(model, how, apart, root=True)
     left_out = [] if how.all_filled else [parameter for parameter in model.parameters() if parameter in ignored]
     how.send([*whole, *left_out, *model.buffers()])
-    averaged = WholeParameters(whole, how.group, how.mesh.size())
+    averaged = WholeParameters(whole, how.group, dist.get_world_size(how.group))
     sharded = adopt(model, averaged, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
         find_unused(model, sharded)

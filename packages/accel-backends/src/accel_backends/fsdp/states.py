@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_backends.fsdp.mesh import ShardingMesh
 from accel_backends.fsdp.shard import ShardedModels, rest
 from accel_backends.ops.dtensor import full_parameters, is_dtensor, placed_like
 from accel_backends.ops.fqn import innermost, named_parameters
@@ -20,26 +22,36 @@ if TYPE_CHECKING:
 
 @final
 class DTensorStates(ReplicatedStates):
-    """States as DTensors by FQN; ``sharded``: the models that the backend has sharded."""
+    """States as DTensors by FQN, over all axes of ``mesh``; ``sharded``: the models that the backend has sharded."""
 
-    def __init__(self, backend: "Backend", sharded: ShardedModels) -> None:
+    def __init__(self, backend: "Backend", sharded: ShardedModels, mesh: ShardingMesh) -> None:
         super().__init__(backend)
-        self._sharded = sharded
+        self._sharded, self._mesh = sharded, mesh
 
     def model(self, model: nn.Module) -> dict[str, Any]:
         """Returns DTensors by FQN."""
         rest(self._sharded, [model])
-        return super().model(model)
+        return {name: self._mesh.over_all_ranks(value) for name, value in super().model(model).items()}
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads DTensors, or full tensors that are equal on every rank."""
         rest(self._sharded, [model])
-        load_model_state(model, state, strict=strict, place=placed_like)
+        load_model_state(model, state, strict=strict, place=_placed)
 
     def optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Returns optimizer states as DTensors, by FQN."""
         rest(self._sharded, models)
-        return super().optimizer(optimizer, models)
+        state = super().optimizer(optimizer, models)
+        values = {
+            name: {key: self._mesh.over_all_ranks(value) for key, value in entries.items()}
+            for name, entries in state[STATE].items()
+        }
+        return {**state, STATE: values}
+
+    def templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+        """Returns, by FQN, tensors placed as the optimizer's state of the parameter is."""
+        found = super().templates(optimizer, models)
+        return {name: self._mesh.over_all_ranks(value) for name, value in found.items()}
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
         """Loads DTensors, or full tensors that are equal on every rank."""
@@ -47,7 +59,7 @@ class DTensorStates(ReplicatedStates):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = dict(zip(optimizer_names(optimizer, models), held, strict=True))
         values = {
-            name: {key: placed_like(value, parameters.get(name)) for key, value in entries.items()}
+            name: {key: _placed(value, parameters.get(name)) for key, value in entries.items()}
             for name, entries in state[STATE].items()
         }
         super().load_optimizer(optimizer, models, {**state, STATE: values})
@@ -67,6 +79,22 @@ class DTensorStates(ReplicatedStates):
             from accel_state.collectives.tensors import broadcast
 
             broadcast(buffers, group=self.run.session.group)
+
+
+def _placed(value: Any, model: Any) -> Any:
+    """A value as the shard of ``model``: a full tensor, or a DTensor that has the same shard over more axes."""
+    if not (is_dtensor(value) and is_dtensor(model)) or value.device_mesh == model.device_mesh:
+        return placed_like(value, model)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value.to_local(),
+        model.device_mesh,
+        model.placements,
+        run_check=False,
+        shape=model.shape,
+        stride=model.stride(),
+    )
 
 
 def take_full_tensors(model: nn.Module) -> None:

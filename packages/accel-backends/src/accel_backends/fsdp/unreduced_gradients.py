@@ -24,7 +24,8 @@ def unreduced_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, parameter in named_parameters(model).items():
         parts = [] if parameter.grad is None else [gathered(parameter.grad)]
         if id(parameter) in unreduced:
-            parts.append(unreduced[id(parameter)].to(parts[0].device) if parts else unreduced[id(parameter)])
+            added = gathered(unreduced[id(parameter)])
+            parts.append(added.to(parts[0].device) if parts else added)
         if parts:
             found[name] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     return found

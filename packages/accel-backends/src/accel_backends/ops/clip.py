@@ -242,8 +242,9 @@ def scale_gradients(models: Iterable[nn.Module], factor: float | torch.Tensor) -
     """Multiplies every gradient of the models in place, the gradients of tied parameters once."""
     gradients = {id(p.grad): p.grad for model in models for p in model.parameters() if p.grad is not None}
     by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for gradient in gradients.values():
-        by_dtype.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for gradient in gradients.values():  # torch's foreach loops take DTensors of one mesh
+        own = cast(Any, gradient).to_local() if _is_sharded(gradient) else gradient
+        by_dtype.setdefault((own.dtype, own.device), []).append(own)
     for (dtype, device), group in by_dtype.items():
         if isinstance(factor, torch.Tensor):
             multiply(group, factor.to(device=device, dtype=dtype))

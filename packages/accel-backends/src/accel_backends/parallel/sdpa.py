@@ -23,14 +23,9 @@ def apply_context_parallel(model: nn.Module, context: Context) -> None:
         PrepareError: a model that is not of transformers, whose attention is not scaled_dot_product_attention, or that
             has layers of another attention (sliding windows, linear attention).
     """
-    if not hasattr(model, "set_attn_implementation"):
-        raise PrepareError(
-            f"{type(model).__name__} is no transformers model; nearest: the context manager "
-            "context_parallel_attention, in which models that call F.scaled_dot_product_attention compute"
-        )
+    check_context_parallel(model)
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    _check_attention(model)
     name = f"context_parallel_{context.method}_{context.group.group_name}_{context.balanced}"
     AttentionInterface.register(name, _transformers_attention(context))
     AttentionMaskInterface.register(name, _refuse_masks)
@@ -152,7 +147,17 @@ def _refuse_masks(*args: Any, attention_mask: torch.Tensor | None = None, **opti
         )
 
 
-def _check_attention(model: nn.Module) -> None:
+def check_context_parallel(model: nn.Module) -> None:
+    """Refuses models whose attention :func:`apply_context_parallel` cannot replace; without communication.
+
+    Raises:
+        PrepareError: as :func:`apply_context_parallel`.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise PrepareError(
+            f"{type(model).__name__} is no transformers model; nearest: the context manager "
+            "context_parallel_attention, in which models that call F.scaled_dot_product_attention compute"
+        )
     config: Any = model.config
     used = getattr(config, "_attn_implementation", None)
     if used != "sdpa" and not str(used).startswith("context_parallel_"):

@@ -52,8 +52,7 @@ def apply_tensor_parallel(
             f"tensor parallelism over a mesh of {mesh.ndim} axes {mesh.mesh_dim_names}; nearest: mesh['tp'], its "
             "one axis"
         )
-    chosen = plan_for(model, mesh.size(), plan)
-    places = _check(model, mesh, chosen)
+    chosen, places = _checked(model, mesh.size(), plan)
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for _, module, choice in places:
         if isinstance(choice.style, ParallelStyle):
@@ -65,6 +64,15 @@ def apply_tensor_parallel(
     if src_data_rank is not None:
         _broadcast_replicas(model, mesh, src_data_rank)
     return chosen
+
+
+def check_tensor_parallel(model: nn.Module, size: int, plan: TensorParallelPlan | Mapping[str, Any] | str) -> None:
+    """Refuses a model or plan that ``size`` tensor-parallel ranks cannot compute; without communication.
+
+    Raises:
+        PrepareError: names the module, or the entry of the plan.
+    """
+    _checked(model, size, plan)
 
 
 def plan_for(model: nn.Module, size: int, plan: TensorParallelPlan | Mapping[str, Any] | str) -> TensorParallelPlan:
@@ -80,8 +88,11 @@ def plan_for(model: nn.Module, size: int, plan: TensorParallelPlan | Mapping[str
     raise PrepareError(f'no tensor-parallel plan {plan!r}; expected "derive", "model" or a mapping from patterns')
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> list[tuple[str, nn.Module, StyleChoice]]:
-    """Modules with their choices, after every check that needs no communication."""
+def _checked(
+    model: nn.Module, size: int, given: TensorParallelPlan | Mapping[str, Any] | str
+) -> tuple[TensorParallelPlan, list[tuple[str, nn.Module, StyleChoice]]]:
+    """The plan, and modules with their choices, after every check that needs no communication."""
+    plan = plan_for(model, size, given)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise PrepareError(
@@ -91,9 +102,9 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> list
     places = plan.modules(model)
     for name, module, choice in places:
         if isinstance(choice.style, Style):
-            choice.style.check(module, name, mesh.size())
+            choice.style.check(module, name, size)
     _check_ties(model, places)
-    return places
+    return plan, places
 
 
 def _check_ties(model: nn.Module, places: list[tuple[str, nn.Module, StyleChoice]]) -> None:

@@ -1,6 +1,7 @@
 """Role of a backend: how models and samples are split over ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,3 +59,12 @@ class ReplicatedLayout:
         Collective: every rank of the group must call this.
         """
         return attention
+
+    def sharded_buffers(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()
+    ) -> AbstractContextManager[None]:
+        """Context in which each buffer is, in place, this rank's shard of full sequences along its dim.
+
+        Buffers are full again afterwards, except those of ``kept``. Default: buffers stay full.
+        """
+        return nullcontext()

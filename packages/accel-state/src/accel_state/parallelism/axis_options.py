@@ -1,8 +1,9 @@
 """Options of single axes of the mesh: tensor, context and sequence parallelism."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import Any, ClassVar, Final, final
 
 from accel_state.errors import ConfigError
 
@@ -12,23 +13,31 @@ PREFIX: Final = "PARALLELISM_CONFIG"
 @final
 @dataclass(frozen=True)
 class TorchTensorParallelConfig:
-    """Options of tensor parallelism. ``enable_async_tp`` overlaps its collectives with compiled matrix products."""
+    """Options of tensor parallelism.
+
+    ``plan`` says how layers are sharded: ``"derive"``, from the model's structure; ``"model"``, by the model's own
+    ``tp_plan`` (transformers); or a mapping from patterns of module names to styles. ``enable_async_tp`` overlaps
+    collectives with compiled matrix products.
+    """
 
     enable_async_tp: bool = False
+    plan: Mapping[str, Any] | str = "derive"
 
 
 @final
 @dataclass(frozen=True)
 class TorchContextParallelConfig:
-    """Options of context parallelism: exchange of keys and values by ``"allgather"`` or ``"alltoall"``.
+    """Options of context parallelism: exchange of keys and values by ``"allgather"`` or ``"alltoall"`` (a ring).
 
-    ``cp_comm_strategy=None`` reads ``PARALLELISM_CONFIG_CP_COMM_STRATEGY`` (default "allgather"). ``backend`` is the
-    name of the implementation that these options are for.
+    ``cp_comm_strategy=None`` reads ``PARALLELISM_CONFIG_CP_COMM_STRATEGY`` (default "allgather"). ``load_balance``
+    gives every rank as many scores of causal attention to compute. ``backend`` is the name of the implementation that
+    these options are for.
     """
 
     backend: ClassVar[str] = "torch"
 
     cp_comm_strategy: str | None = None
+    load_balance: bool = True
 
     def __post_init__(self) -> None:
         strategy = self.cp_comm_strategy or os.environ.get(f"{PREFIX}_CP_COMM_STRATEGY") or "allgather"

@@ -143,6 +143,7 @@ class ParallelismConfig:
         raise TopologyError(
             f"the parallelism ({sizes}) needs {self.total_size} processes, which does not match num_processes="
             f"{world_size}; the product of the degrees must be {world_size}"
+            + ("" if left_over else f", as with dp_shard_size={self.size('dp_shard') * rest}")
         )
 
     def data_shard(self, topology: Topology) -> DataShard:
@@ -336,9 +337,4 @@ def _check_together(config: ParallelismConfig) -> None:
     if config.cp_enabled and config.sp_enabled:
         raise ConfigError(
             f"cp_size={config.cp_size} and sp_size={config.sp_size} are mutually exclusive: both split the sequence"
-        )
-    if (config.tp_enabled or config.cp_enabled) and config.dp_replicate_enabled and not config.dp_shard_enabled:
-        raise ConfigError(
-            f"dp_replicate_size={config.dp_replicate_size} with tp_size={config.tp_size}, cp_size={config.cp_size} "
-            "needs dp_shard_size > 1: plain replication cannot be combined with tensor or context parallelism"
         )

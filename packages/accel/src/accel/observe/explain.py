@@ -63,7 +63,8 @@ class LoaderSummary:
 class Explanation:
     """Result of ``Accelerator.explain``; ``str`` is for people, ``to_dict`` for programs.
 
-    ``communication`` is the last result of ``count_communication``: collectives by name, with calls and bytes.
+    ``communication`` is the last result of ``count_communication``: collectives by name, with calls and bytes. ``axes``
+    are the sizes of the mesh's axes above 1, outermost first.
     """
 
     backend: str
@@ -79,6 +80,7 @@ class Explanation:
     learning_rates: tuple[float, ...]
     settings: tuple[tuple[str, str, str], ...]
     communication: dict[str, dict[str, int]] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested plain values."""
@@ -89,6 +91,8 @@ class Explanation:
             f"backend {self.backend}: {'; '.join(self.reasons)}",
             f"{self.processes} processes on {self.device}, {self.data_shards} of them read different data",
         ]
+        if self.axes:
+            lines.append(f"axes of the mesh: {', '.join(f'{axis}={size}' for axis, size in self.axes.items())}")
         if self.timeout_seconds is not None:
             lines.append(f"a collective waits {self.timeout_seconds:g} s for the other ranks")
         lines.append(self.precision)
@@ -136,6 +140,7 @@ def explain(
         learning_rates=tuple(group["lr"] for one in prepared.optimizers for group in one.param_groups),
         settings=tuple((row.name, str(row.value), str(row.origin)) for row in config.explain()),
         communication=dict(communication),
+        axes={axis: strategy.parallelism.size(axis) for axis in strategy.parallelism.active_mesh_dims},
     )
 
 

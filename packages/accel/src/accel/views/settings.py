@@ -2,13 +2,15 @@
 
 import dataclasses
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel.checkpoints.checkpointer import Checkpointer
@@ -352,6 +354,25 @@ class SettingViews(ABC):
     def context_parallel_rank(self) -> int:
         """Index of this process in its context-parallel group; 0 without context parallelism."""
         return self._along("cp")
+
+    def maybe_context_parallel(
+        self,
+        buffers: "Sequence[torch.Tensor] | None" = None,
+        buffer_seq_dims: "Sequence[int] | None" = None,
+        no_restore_buffers: "Collection[torch.Tensor] | None" = None,
+    ) -> AbstractContextManager[None]:
+        """With context parallelism each buffer is, within the block and in place, this rank's shard of its sequences.
+
+        Not needed where a model is called with full sequences, which it shards itself. Labels have to be shifted by one
+        before, and be passed to the model as ``shift_labels``. Without context parallelism nothing changes.
+
+        Args:
+            buffers: tensors with full sequences, equal on all ranks of a context-parallel group.
+            buffer_seq_dims: dim of the sequence of each buffer.
+            no_restore_buffers: those of the buffers that may stay shards afterwards.
+        """
+        layout = self._strategy.backend.layout
+        return layout.sharded_buffers(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     @property
     def pipeline_parallel_rank(self) -> int:

@@ -1,0 +1,106 @@
+"""Tensor and context parallelism of a run's models, in the order in which a backend applies them before it shards."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel_backends.core.run import Run
+from accel_backends.ops.meta_init import is_meta
+from accel_state.errors import PrepareError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_backends.parallel.sequence_inputs import SequenceInputs
+
+
+@final
+class ModelAxes:
+    """Applies the axes of a run's ``ParallelismConfig`` to models; without such an axis it changes nothing.
+
+    ``mesh`` returns the mesh of an axis by its name; its first call is a collective.
+    """
+
+    def __init__(self, run: Run, mesh: "Callable[[str], DeviceMesh]") -> None:
+        self._run, self._mesh = run, mesh
+        self._tensor, self._context = run.parallelism.size("tp"), run.parallelism.size("cp")
+        self._inputs: SequenceInputs | None = None
+
+    @property
+    def inputs(self) -> "SequenceInputs | None":
+        """Sharding of the inputs of context-parallel models; None without context parallelism.
+
+        Collective: every rank of the group must call this. That holds for the first read.
+        """
+        if self._context > 1 and self._inputs is None:
+            from accel_backends.parallel.context_parallel import Context
+            from accel_backends.parallel.sequence_inputs import SequenceInputs
+
+            handler = self._run.parallelism.cp_handler
+            ring = handler is not None and handler.cp_comm_strategy == "alltoall"
+            balanced = handler is None or handler.load_balance
+            self._inputs = SequenceInputs(Context(self._mesh("cp"), "ring" if ring else "allgather", balanced))
+        return self._inputs
+
+    def check(self, model: nn.Module) -> None:
+        """Refuses a model that the axes cannot compute, before any change; without communication.
+
+        Raises:
+            PrepareError: names the module or the value, and the nearest that works.
+        """
+        if self._tensor > 1:
+            from accel_backends.parallel.tensor_parallel import check_tensor_parallel
+
+            if is_meta(model):
+                raise PrepareError(
+                    f"{type(model).__name__} is on the meta device, and tp_size={self._tensor} shards values; nearest: "
+                    "values on the host, or tp_size=1"
+                )
+            if self._run.policy.fp8 is not None:
+                raise PrepareError(
+                    f"fp8 with tp_size={self._tensor}: fp8 layers are not sharded; nearest: mixed_precision='bf16'"
+                )
+            check_tensor_parallel(model, self._tensor, self._plan)
+        if self._context > 1:
+            from accel_backends.parallel.sdpa import check_context_parallel
+            from accel_backends.parallel.sequence_inputs import check_inputs
+
+            check_context_parallel(model)
+            check_inputs(model)
+
+    def apply(self, model: nn.Module, device: torch.device, send: Callable[[list[torch.Tensor]], None]) -> None:
+        """Applies the axes to a checked model in place; ``send`` overwrites tensors with rank 0's values.
+
+        With tensor parallelism the model is moved to the device first, and the ranks of a tensor-parallel group get
+        equal random generators, because they have to draw the same dropout masks.
+
+        Collective: every rank of the group must call this.
+        """
+        if self._tensor > 1:
+            from accel_backends.parallel.tensor_parallel import apply_tensor_parallel
+
+            model.to(device)
+            send([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+            mesh = self._mesh("tp")
+            apply_tensor_parallel(model, mesh, self._plan, src_data_rank=None)
+            _equalise_generators(mesh, device)
+        if (inputs := self.inputs) is not None:
+            from accel_backends.parallel.sdpa import apply_context_parallel
+
+            apply_context_parallel(model, inputs.context)
+            inputs.attach(model)
+
+    @property
+    def _plan(self) -> Any:
+        handler = self._run.parallelism.tp_handler
+        return "derive" if handler is None else handler.plan
+
+
+def _equalise_generators(mesh: "DeviceMesh", device: torch.device) -> None:
+    from accel_state.rng import synchronize_rng_state
+
+    kinds: Sequence[str] = ("torch",) if device.type == "cpu" else ("torch", device.type)
+    for kind in kinds:
+        synchronize_rng_state(kind, group=mesh.get_group())

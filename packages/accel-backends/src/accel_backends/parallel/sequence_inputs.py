@@ -1,0 +1,138 @@
+"""Inputs of context-parallel models: full sequences are sharded before each forward, and the loss is that of all."""
+
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_backends.parallel.context_parallel import IGNORED, Context
+from accel_state.errors import BackendError, PrepareError
+
+_TOKENS = ("input_ids", "inputs_embeds")
+_OUTPUTS = ("logits", "last_hidden_state")
+
+
+@final
+class SequenceInputs:
+    """Shards the inputs of models over a context-parallel group, whose ranks are given the same full sequences.
+
+    A model is called with full sequences as keywords. Its loss is the mean over the labelled tokens of all ranks. Its
+    other outputs are those of this rank's tokens (``Context.positions``) where gradients are computed, and otherwise
+    those of full sequences. Within ``sharded_buffers`` the inputs, and therefore all outputs, are shards already.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._given_shards = False
+
+    def attach(self, model: nn.Module) -> None:
+        """Registers the hooks that shard the model's inputs, and that make its loss that of all ranks."""
+        model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._share_outputs)
+
+    @contextmanager
+    def sharded_buffers(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Context in which each buffer is, in place, this rank's shard along its dim.
+
+        On exit buffers are full again, except those of ``kept``.
+
+        Raises:
+            BackendError: not one dim for each buffer, or a buffer without that dim.
+        """
+        if len(buffers) != len(dims):
+            raise BackendError(
+                f"{len(buffers)} buffers and {len(dims)} dims; expected one dim of the sequence for each"
+            )
+        full: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for buffer, dim in zip(buffers, dims, strict=True):
+            if not -buffer.ndim <= dim < buffer.ndim:
+                raise BackendError(f"a buffer of shape {tuple(buffer.shape)} has no dim {dim} to shard")
+        before, self._given_shards = self._given_shards, True
+        try:
+            for buffer, dim in zip(buffers, dims, strict=True):
+                if not any(buffer is one for one in kept):
+                    full.append((buffer, buffer.detach().clone()))
+                _overwrite(buffer, self.context.shard(buffer.detach(), dim))
+            yield
+        finally:
+            self._given_shards = before
+            for buffer, values in full:
+                _overwrite(buffer, values)
+
+    def _shard(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            raise BackendError(
+                f"{type(model).__name__} was called with {len(args)} arguments without names, and context parallelism "
+                f"shards tensors by name; nearest: model({_TOKENS[0]}=..., labels=...)"
+            )
+        kwargs = self._completed(kwargs) if self._given_shards else self.context.shard_batch(kwargs)
+        labels = kwargs.get("shift_labels", kwargs.get("labels"))
+        if isinstance(labels, torch.Tensor) and kwargs.get("num_items_in_batch") is None:
+            count = (labels != IGNORED).sum().to(torch.float64 if labels.device.type == "cpu" else torch.float32)
+            dist.all_reduce(count, group=self.context.group)
+            kwargs["num_items_in_batch"] = count.clamp(min=1) / self.context.mesh.size()
+        return args, kwargs
+
+    def _completed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments that are shards, with the positions of their tokens, and with labels for models that need both."""
+        given = dict(kwargs)
+        if given.get("labels") is not None and given.get("shift_labels") is None:
+            raise BackendError(
+                "labels of shards: the label of a shard's last token is on another rank; nearest: shift the labels of "
+                "full sequences by one, shard them too, and pass them as shift_labels"
+            )
+        if given.get("shift_labels") is not None:
+            given["labels"] = given["shift_labels"]
+        if given.get("position_ids") is None:
+            first = next(given[name] for name in _TOKENS if given.get(name) is not None)
+            length = first.shape[1] * self.context.mesh.size()
+            given["position_ids"] = self.context.positions(length, device=first.device).expand(first.shape[:2])
+        return given
+
+    def _share_outputs(self, model: nn.Module, args: Any, output: Any) -> None:
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor):
+            mean = loss.detach().clone()
+            dist.all_reduce(mean, group=self.context.group)
+            output.loss = loss + (mean / self.context.mesh.size() - loss.detach())
+        if torch.is_grad_enabled() or self._given_shards:
+            return
+        for name in _OUTPUTS:
+            if isinstance(shard := getattr(output, name, None), torch.Tensor):
+                setattr(output, name, self._joined(shard))
+
+    def _joined(self, shard: torch.Tensor) -> torch.Tensor:
+        """Full sequences from the shards of all ranks."""
+        size = self.context.mesh.size()
+        shards = [torch.empty_like(shard) for _ in range(size)]
+        dist.all_gather(shards, shard.contiguous(), group=self.context.group)
+        length = shard.shape[1] * size
+        places = [self.context.sharding.positions(length, rank, device=shard.device) for rank in range(size)]
+        return torch.cat(shards, 1).index_select(1, torch.cat(places).argsort())
+
+
+def check_inputs(model: nn.Module) -> None:
+    """Refuses models that do not pass the number of labelled tokens on to their loss.
+
+    Raises:
+        PrepareError: the forward has no keywords of its own choice, as transformers' models have.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD or one.name == "num_items_in_batch" for one in parameters):
+        raise PrepareError(
+            f"the forward of {type(model).__name__} takes no num_items_in_batch, by which context parallelism averages "
+            "the loss over the tokens of all ranks; nearest: a model of transformers, or a forward with **kwargs that "
+            "go to its loss function"
+        )
+
+
+def _overwrite(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives the tensor other values and their shape."""
+    with torch.no_grad():
+        buffer.resize_(values.shape).copy_(values)

@@ -1,0 +1,292 @@
+"""Degrees of tensor and context parallelism: an unchanged loop trains as one process does, and checkpoints reshard."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.utils import TorchContextParallelConfig, TorchTensorParallelConfig
+from accel_state import ParallelismConfig, PrepareError
+from accel_testing import RankPool
+from accel_testing.equivalence.compare import assert_close_state
+
+VOCABULARY, LENGTH, GLOBAL_BATCH, STEPS = 64, 16, 8, 3
+Degrees = Mapping[str, Any]
+
+
+def llama(*, tied: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).double()
+    model.loss_function = loss_in_double
+    return model
+
+
+def loss_in_double(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """transformers' loss of the next token, which itself computes in single precision."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
+    return total / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def samples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randint(0, VOCABULARY, (STEPS * GLOBAL_BATCH, LENGTH), generator=generator))
+
+
+def batch_of(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    tokens = torch.stack(rows)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def train(degrees: Degrees, *, accumulate: int = 2, tied: bool = False) -> dict[str, Any]:
+    """A user's loop, which knows nothing of the axes; two micro-batches a step, clipped."""
+    parallelism = ParallelismConfig(**degrees) if degrees else None
+    accelerator = Accelerator(cpu=True, parallelism_config=parallelism, gradient_accumulation_steps=accumulate)
+    model = llama(tied=tied)
+    if accelerator.process_index:  # prepare has to give every rank the values of rank 0
+        for parameter in model.parameters():
+            parameter.data.add_(accelerator.process_index)
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    size = GLOBAL_BATCH // accelerator.data_shard.count // accumulate
+    rows_of_samples: Any = samples()
+    loader: Any = DataLoader(rows_of_samples, batch_size=size, collate_fn=batch_of)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    losses, norms, rows = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        rows.append(len(accelerator.gather_for_metrics(batch["input_ids"])))
+    found = {
+        "backend": accelerator.choice.name,
+        "explained": str(accelerator.explain()),
+        "losses": losses,
+        "norms": norms,
+        "rows": rows,
+        "rate": scheduler.get_last_lr()[0],
+        "local": {
+            name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
+            for name, p in model.named_parameters()
+        },
+        "state": {name: value.clone() for name, value in accelerator.get_state_dict(model).items()},
+    }
+    accelerator.end_training()
+    return found
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+    assert found["rate"] == pytest.approx(expected["rate"])
+    assert found["rows"] == expected["rows"]
+    assert_close_state(found["state"], expected["state"], rtol=0, atol=1e-10)
+
+
+LAYOUTS: dict[str, Degrees] = {
+    "tp2": {"tp_size": 2},
+    "tp2 by the model's plan": {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan="model")},
+    "cp2": {"cp_size": 2},
+    "cp2 ring": {"cp_size": 2, "cp_handler": TorchContextParallelConfig("alltoall", load_balance=False)},
+    "tp2 fsdp2": {"tp_size": 2, "dp_shard_size": 2},
+    "tp2 replicas2": {"tp_size": 2, "dp_replicate_size": 2},
+    "cp2 fsdp2": {"cp_size": 2, "dp_shard_size": 2},
+    "cp2 tp2": {"cp_size": 2, "tp_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(rank_pool: RankPool) -> dict[str, Any]:
+    found: dict[str, Any] = rank_pool.run(train, {}, ranks=1)[0]
+    return found
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_an_unchanged_loop_trains_as_one_process(
+    rank_pool: RankPool, expected: dict[str, Any], degrees: Degrees
+) -> None:
+    ranks = ParallelismConfig(**degrees).total_size
+    found = rank_pool.run(train, degrees, ranks=ranks)
+    assert_same(found[0], expected)
+    assert found[0]["backend"] == "fsdp"
+    for axis in ("tp", "cp"):
+        if f"{axis}_size" in degrees:
+            assert f"{axis}=2" in found[0]["explained"]
+
+
+def test_a_layer_is_sharded_over_both_axes(rank_pool: RankPool) -> None:
+    found = rank_pool.run(train, LAYOUTS["tp2 fsdp2"], tied=True, ranks=4)[0]
+    assert found["local"]["model.layers.0.self_attn.q_proj.weight"] == (8, 32)
+    assert found["local"]["model.layers.0.self_attn.o_proj.weight"] == (16, 16)
+    assert found["local"]["model.norm.weight"] == (16,)
+    assert_same(found, rank_pool.run(train, {}, tied=True, ranks=1)[0])
+
+
+CHANGES = [
+    ("tp2", ""),
+    ("", "tp2"),
+    ("tp2", "fsdp2"),
+    ("tp2 fsdp2", "tp2"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGES)
+def test_a_run_resumes_in_mid_window_at_other_degrees(
+    rank_pool: RankPool, expected: dict[str, Any], tmp_path: Path, first: str, second: str
+) -> None:
+    every = {**LAYOUTS, "": {}, "fsdp2": {"dp_shard_size": 2}}
+    folder = str(tmp_path / "state")
+    before, after = (every[name] for name in (first, second))
+    ranks = [ParallelismConfig(**degrees).total_size for degrees in (before, after)]
+    rank_pool.run(stop_in_mid_window, before, folder, ranks=ranks[0])
+    found = rank_pool.run(resume, after, folder, ranks=ranks[1])[0]
+    assert_close_state(found, expected["state"], rtol=0, atol=1e-10)
+
+
+def stop_in_mid_window(degrees: Degrees, folder: str) -> None:
+    part(degrees, slice(0, 3), save=folder)
+
+
+def resume(degrees: Degrees, folder: str) -> dict[str, torch.Tensor]:
+    return part(degrees, slice(3, None), load=folder)
+
+
+def part(degrees: Degrees, micro_batches: slice, *, load: str = "", save: str = "") -> dict[str, torch.Tensor]:
+    """Part of the same training, with micro-batches taken by hand so that it may end within a window."""
+    parallelism = ParallelismConfig(**degrees) if degrees else None
+    accelerator = Accelerator(cpu=True, parallelism_config=parallelism, gradient_accumulation_steps=2)
+    model = llama()
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if load:
+        accelerator.load_state(load)
+    shard = accelerator.data_shard
+    rows = samples()
+    size = GLOBAL_BATCH // 2
+    for start in range(0, len(rows), size)[micro_batches]:
+        mine = rows[start : start + size][shard.index :: shard.count]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch_of(mine)).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    if save:
+        accelerator.save_state(save)
+    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return state
+
+
+def loss_of_buffers(degrees: Degrees, loss: bool) -> dict[str, Any]:
+    """A step in which the user shards his buffers himself, and an evaluation of full sequences."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees) if degrees else None)
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.stack(samples()[:GLOBAL_BATCH])
+    shifted = nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+    before = tokens.clone()
+    with accelerator.maybe_context_parallel(buffers=[tokens, shifted], buffer_seq_dims=[1, 1]):
+        within = tuple(tokens.shape)
+        output = model(input_ids=tokens, labels=shifted if loss else None, shift_labels=shifted)
+        accelerator.backward(output.loss)
+    optimizer.step()
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    found = {
+        "within": within,
+        "restored": torch.equal(tokens, before),
+        "logits": accelerator.gather_for_metrics(logits.argmax(-1)),
+        "state": dict(accelerator.get_state_dict(model)),
+    }
+    accelerator.end_training()
+    return found
+
+
+def test_buffers_that_a_user_shards_train_as_full_ones(rank_pool: RankPool) -> None:
+    expected = rank_pool.run(loss_of_buffers, {}, True, ranks=1)[0]
+    found = rank_pool.run(loss_of_buffers, LAYOUTS["cp2"], False, ranks=2)
+    assert (expected["within"], found[0]["within"]) == ((GLOBAL_BATCH, LENGTH), (GLOBAL_BATCH, LENGTH // 2))
+    assert all(one["restored"] for one in found)
+    assert_close_state(found[0]["state"], expected["state"], rtol=0, atol=1e-10)
+    for one in found:
+        assert torch.equal(one["logits"], expected["logits"])
+
+
+def prepare(degrees: Degrees, make: Any) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees))
+    try:
+        accelerator.prepare(make())
+    finally:
+        accelerator.end_training()
+
+
+def odd_heads() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=6, n_layer=1, n_head=2))
+    model.set_attn_implementation("eager")
+    made: nn.Module = model
+    return made
+
+
+@pytest.mark.parametrize(
+    ("degrees", "make", "message"),
+    [
+        ({"cp_size": 2}, odd_heads, "computes attention by 'eager'.*nearest: attn_implementation=\"sdpa\""),
+        ({"cp_size": 2}, lambda: nn.Linear(2, 2), "Linear is no transformers model"),
+        (
+            {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan={"wrong": "colwise"})},
+            lambda: nn.Sequential(nn.Linear(2, 2)),
+            "names 'wrong', and Sequential has no such module",
+        ),
+        (
+            {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan={"0": "colwise_gather_output"})},
+            lambda: nn.Sequential(nn.Linear(2, 3)),
+            "0 has 3 output features, which 2 tensor-parallel ranks do not divide",
+        ),
+    ],
+)
+def test_models_that_an_axis_cannot_compute_are_refused_at_prepare(
+    rank_pool: RankPool, degrees: Degrees, make: Any, message: str
+) -> None:
+    with pytest.raises(PrepareError, match=message):
+        rank_pool.run(prepare, degrees, make, ranks=2)
