@@ -14,7 +14,6 @@ from accel_backends.core.run import Run as Run
 from accel_backends.core.select import Choice as Choice
 from accel_backends.core.select import ModelFacts as ModelFacts
 from accel_backends.core.select import select_backend as select_backend
-from accel_backends.ddp.averaging import average_tensors as average_tensors
 from accel_backends.ddp.backend import DDPBackend as DDPBackend
 from accel_backends.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_backends.ddp.config import DDPConfig as DDPConfig
@@ -25,6 +24,7 @@ from accel_backends.fsdp.backend import FSDPBackend as FSDPBackend
 from accel_backends.fsdp.config import FSDPConfig as FSDPConfig
 from accel_backends.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_backends.fsdp1.backend import FSDP1Backend as FSDP1Backend
+from accel_backends.ops.averaging import average_tensors as average_tensors
 from accel_backends.ops.clip import clip_grad_norm as clip_grad_norm
 from accel_backends.ops.clip import clip_grad_value as clip_grad_value
 from accel_backends.ops.clip import total_norm as total_norm

@@ -8,8 +8,8 @@ from weakref import ref
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_backends.ddp.averaging import average_tensors
 from accel_backends.ddp.find import find_ddp
+from accel_backends.ops.averaging import average_tensors
 from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from weakref import ref
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_backends.ddp.averaging import average_tensors
-from accel_backends.ops.fqn import named_parameters
-from accel_backends.ops.sparse import sparse_embeddings
+from accel_backends.ops.averaging import average_tensors
+from accel_backends.ops.fqn import named_parameters, sparse_embeddings
 from accel_precision.scaler import GradientMarks, gradient_marks
 from accel_state.errors import BackendError
 

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from accel_backends.core.rank_comparison import check_same
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.wrap_units import Units, parameters_of_units
-from accel_backends.ops.fqn import innermost, named_parameters, wrapped_name
+from accel_backends.ops.fqn import innermost, named_parameters, sparse_embeddings, wrapped_name
 from accel_backends.ops.meta_init import is_meta
 from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS, beyond_elements
-from accel_backends.ops.sparse import sparse_embeddings
 from accel_precision.policy import dtype_name
 from accel_state.errors import PrepareError
 

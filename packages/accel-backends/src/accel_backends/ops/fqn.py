@@ -96,3 +96,10 @@ def raw_prefixes(model: nn.Module) -> dict[str, str]:
 def natural(name: str) -> list[tuple[int, int, str]]:
     """Returns the sort key of a name in natural order: ``block.10`` after ``block.9``."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
+
+
+def sparse_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    """Yields, with their names, the embeddings built with ``sparse=True``: their gradients cannot be sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            yield name, module

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_backends.core.run import Run
 from accel_backends.ops.meta_init import is_meta
 from accel_state.errors import PrepareError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel_backends.core.run import Run
     from accel_backends.parallel.sequence_inputs import SequenceInputs
 
 
@@ -23,7 +23,7 @@ class ModelAxes:
     ``mesh`` returns the mesh of an axis by its name; its first call is a collective.
     """
 
-    def __init__(self, run: Run, mesh: "Callable[[str], DeviceMesh]") -> None:
+    def __init__(self, run: "Run", mesh: "Callable[[str], DeviceMesh]") -> None:
         self._run, self._mesh = run, mesh
         self._tensor, self._context = run.parallelism.size("tp"), run.parallelism.size("cp")
         self._inputs: SequenceInputs | None = None

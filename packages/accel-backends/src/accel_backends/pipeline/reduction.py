@@ -6,7 +6,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from accel_backends.ddp.averaging import average_tensors
+from accel_backends.ops.averaging import average_tensors
 from accel_backends.pipeline.model import PipelinedModel
 
 

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from accel_backends.core.bundle import Bundle
 from accel_backends.ops import state_dicts as states
-from accel_backends.ops.fqn import innermost, named_parameters
-from accel_backends.ops.sparse import sparse_embeddings
+from accel_backends.ops.fqn import innermost, named_parameters, sparse_embeddings
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE
 from accel_deepspeed.checkpoint import state_dicts as deepspeed_states
 from accel_deepspeed.config.ds_json import ZERO, find
