@@ -110,6 +110,15 @@ def test_impossible_degrees_are_refused(values, message):
         ParallelismConfig(**values)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"enable_async_tp": True}, "expected False"), ({"plan": "auto"}, "plan='auto'; expected 'derive', 'model'")],
+)
+def test_options_of_tensor_parallelism_without_effect_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        TorchTensorParallelConfig(**values)
+
+
 def test_the_backend_that_serves_an_axis_is_noted_unless_another_was_given():
     assert ParallelismConfig(sp_size=2).served_by("ring").sp_backend == "ring"
     assert ParallelismConfig(cp_size=2, cp_backend="ring").served_by("ring").cp_backend == "ring"

@@ -16,12 +16,24 @@ class TorchTensorParallelConfig:
     """Options of tensor parallelism.
 
     ``plan`` says how layers are sharded: ``"derive"``, from the model's structure; ``"model"``, by the model's own
-    ``tp_plan`` (transformers); or a mapping from patterns of module names to styles. ``enable_async_tp`` overlaps
-    collectives with compiled matrix products.
+    ``tp_plan`` (transformers); or a mapping from patterns of module names to styles. ``enable_async_tp`` is Accelerate's
+    option to overlap collectives with compiled matrix products; only False is supported.
+
+    Raises:
+        ConfigError: ``enable_async_tp`` is true, or ``plan`` is neither of these.
     """
 
     enable_async_tp: bool = False
     plan: Mapping[str, Any] | str = "derive"
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            raise ConfigError(
+                "enable_async_tp=True: collectives of tensor parallelism are not overlapped with matrix products; "
+                "expected False, the default"
+            )
+        if not (isinstance(self.plan, Mapping) or self.plan in ("derive", "model")):
+            raise ConfigError(f"plan={self.plan!r}; expected 'derive', 'model' or a mapping from patterns to styles")
 
 
 @final
