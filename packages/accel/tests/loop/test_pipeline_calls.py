@@ -144,6 +144,14 @@ def test_models_that_cannot_be_split_are_refused(rank):
 
 
 @pytest.mark.ranks(2)
+def test_compilation_over_stages_is_refused(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {}, dynamo_backend="eager")
+    with pytest.raises(PrepareError, match="cannot be compiled over the stages of a pipeline; nearest: dynamo_backend"):
+        accelerator.prepare(llama())
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
 def test_the_degree_selects_the_backend_and_explain_describes_it(rank):
     from accel import Accelerator
     from accel_state import ParallelismConfig

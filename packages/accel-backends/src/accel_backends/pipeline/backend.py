@@ -18,6 +18,7 @@ from accel_backends.core.module_backend import ModuleBackend
 from accel_backends.core.rebind import state_to_device
 from accel_backends.core.replaced import replace_parameters
 from accel_backends.core.run import Run
+from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters
 from accel_backends.ops.state_dicts import PARAMS, names_stored
@@ -95,6 +96,17 @@ class PipelineBackend(ModuleBackend):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Returns the model itself: ``bind`` has split it, with its optimizers."""
         return model
+
+    def compile(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """Refuses compilation, because stages call the model's own forward with placeholders for other stages' blocks.
+
+        Raises:
+            PrepareError: always.
+        """
+        raise PrepareError(
+            f"{type(innermost(model)).__name__} cannot be compiled over the stages of a pipeline; nearest: "
+            "dynamo_backend='no' with pp_size, or compilation with strategy='fsdp'"
+        )
 
     def release(self, models: Iterable[nn.Module]) -> None:
         """Drops prepared models, and the reductions of their gradients."""

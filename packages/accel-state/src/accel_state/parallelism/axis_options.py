@@ -16,8 +16,8 @@ class TorchTensorParallelConfig:
     """Options of tensor parallelism.
 
     ``plan`` says how layers are sharded: ``"derive"``, from the model's structure; ``"model"``, by the model's own
-    ``tp_plan`` (transformers); or a mapping from patterns of module names to styles. ``enable_async_tp`` is Accelerate's
-    option to overlap collectives with compiled matrix products; only False is supported.
+    ``tp_plan`` (transformers); or a mapping from patterns of module names to styles. ``enable_async_tp``, Accelerate's
+    option to overlap collectives with compiled matrix products, can only be False.
 
     Raises:
         ConfigError: ``enable_async_tp`` is true, or ``plan`` is neither of these.
