@@ -66,8 +66,11 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
         (llama, "tp:2/fp64/acc=2"),
         (tied_llama, "tp:2/dp_shard=2/fp64/acc=2"),
         (llama, "cp:2/fp64/acc=2"),
+        (tied_llama, "pp:2/fp64/acc=2"),
+        pytest.param(llama, "pp:2/dp_replicate=2/fp64/acc=2", marks=pytest.mark.slow),
         pytest.param(llama, "tp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "cp:2/fp32", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/fp32", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_axis_equals_one_process(rank_pool: RankPool, program: Callable[[], Program], layout: str) -> None:
@@ -122,11 +125,21 @@ def wrong_divisor_of_sequences() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def dropped_sum_of_tied_weight() -> Iterator[None]:
+    """The first and the last stage keep their gradients of the weight that they share to themselves."""
+    from accel_backends.pipeline.model import PipelinedModel
+
+    with replaced(PipelinedModel, "_sum_tied", lambda original: lambda self: None):
+        yield
+
+
 @pytest.mark.parametrize(
     ("mutation", "program", "layout", "words"),
     [
         (doubled_tensor_gradient, llama, "tp:2", r"at step 0:\n  the gradient norm is"),
         (wrong_divisor_of_sequences, llama, "cp:2", r"(?s)at step 0:\n  the loss is .*the gradient norm .*1/2 of it"),
+        (dropped_sum_of_tied_weight, tied_llama, "pp:2", r"at step 0:\n  the gradient norm is"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
