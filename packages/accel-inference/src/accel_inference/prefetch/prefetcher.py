@@ -31,6 +31,8 @@ _LEAST_BUDGET = 256 * 2**20
 _BLOCKS_IN_BUDGET = 4
 _SHARE_IN_ADVANCE = 1 / 2
 _QUEUE = 32
+_NOW = -1
+"""Distance of the present block; the one after it is at distance 0."""
 _IDLE = 0.2
 """Seconds without work after which the reader thread ends; the next prefetch starts another."""
 
@@ -189,7 +191,7 @@ class Prefetcher:
             if segment.state is SegmentState.QUEUED:
                 self._queue.remove(segment)
             elif segment.state is SegmentState.ABSENT:
-                self._reserve(segment, at_distance=0, force=True)
+                self._reserve(segment, at_distance=_NOW, force=True)
             else:
                 continue
             segment.state = SegmentState.READING
