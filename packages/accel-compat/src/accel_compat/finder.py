@@ -78,7 +78,7 @@ class _Finder(MetaPathFinder):
             return None
         stub = stub_of(fullname)
         if stub is None:
-            raise ModuleNotFoundError(f"No module named {fullname!r} in Accelerate {VERSION}", name=fullname)
+            return None  # the parent's folder has no other module, and a finder of the program may know one
         package = stub.name == "__init__.pyi"
         spec = ModuleSpec(fullname, _Loader(), origin=str(stub), is_package=package)
         if package:
