@@ -1,23 +1,26 @@
-"""``python -m accel_compat script.py ARGUMENTS`` runs a script whose ``import accelerate`` is accel."""
+"""``python -m accel_compat [-m] PROGRAM ARGUMENTS`` runs a program whose ``import accelerate`` is accel."""
 
-import runpy
 import sys
 
 from accel_compat.finder import install
+from accel_launch.launch.child_main import run_module, run_script
 
 
 def main() -> None:
-    """Runs the script that the first argument names, with the others as its own.
+    """Runs the script, or with ``-m`` the module, that the first argument names, with the others as its own.
 
     Raises:
-        SystemExit: no script is named.
+        SystemExit: no program is named.
     """
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m accel.compat script.py [arguments]; the script is missing")
+    is_module = sys.argv[1:2] == ["-m"]
+    program = sys.argv[2 if is_module else 1 :]
+    if not program:
+        raise SystemExit("usage: python -m accel.compat [-m] PROGRAM [arguments]; the program is missing")
     install()
-    del sys.argv[0]
-    sys.path.insert(0, str(__import__("pathlib").Path(sys.argv[0]).resolve().parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = program
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder in which python -m was started
+    (run_module if is_module else run_script)(program[0])
 
 
 if __name__ == "__main__":

@@ -43,8 +43,11 @@ class _Loader(InspectLoader):
     """Makes modules whose names are imported from the places that their stub lists, on first use."""
 
     def get_source(self, fullname: str) -> str:
-        """Source that ``python -m accelerate.X`` runs; accel has no commands under these names."""
-        return f"raise SystemExit('python -m {fullname} has no counterpart; use accel (accel --help)')\n"
+        """Source that ``python -m accelerate.X`` runs: the module's ``main``, if it has one."""
+        stub = stub_of(fullname)
+        if stub is not None and " as main\n" in stub.read_text(encoding="utf-8"):
+            return f"from {fullname} import main\nraise SystemExit(main())\n"
+        return f"raise SystemExit('{fullname} cannot be run; accelerate --help lists the commands')\n"
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(self.get_source(fullname), str(stub_of(fullname)), "exec")
@@ -78,7 +81,7 @@ class _Finder(MetaPathFinder):
             return None
         stub = stub_of(fullname)
         if stub is None:
-            raise ModuleNotFoundError(f"No module named {fullname!r} in Accelerate {VERSION}", name=fullname)
+            return None  # the parent's folder has no other module, and a finder of the program may know one
         package = stub.name == "__init__.pyi"
         spec = ModuleSpec(fullname, _Loader(), origin=str(stub), is_package=package)
         if package:

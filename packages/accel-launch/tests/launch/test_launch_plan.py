@@ -65,6 +65,7 @@ def test_the_log_level_reaches_loggers_made_before_any_accelerator() -> None:
         ({}, ("/py", "train.py", "--lr", "1")),
         ({"module": True}, ("/py", "-m", "train.py", "--lr", "1")),
         ({"no_python": True}, ("train.py", "--lr", "1")),
+        ({"compat": True, "module": True}, ("/py", "-m", "accel.compat", "-m", "train.py", "--lr", "1")),
     ],
 )
 def test_one_process_replaces_the_launcher(settings: dict[str, object], argv: tuple[str, ...]) -> None:
@@ -86,7 +87,14 @@ def test_one_process_that_needs_watching_is_watched(settings: dict[str, object])
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind"), [({}, "script"), ({"module": True}, "module"), ({"no_python": True}, "command")]
+    ("settings", "kind"),
+    [
+        ({}, "script"),
+        ({"module": True}, "module"),
+        ({"no_python": True}, "command"),
+        ({"compat": True}, "compat-script"),
+        ({"compat": True, "module": True}, "compat-module"),
+    ],
 )
 def test_watched_processes_run_the_program_through_our_worker(settings: dict[str, object], kind: str) -> None:
     argv = planned({"num_processes": 2, **settings}).processes[1].argv

@@ -20,6 +20,8 @@ def check_settings(config: AccelConfig) -> None:
     """
     if config.module and config.no_python:
         raise LaunchError("module and no_python are both set; a module needs Python, so drop one of them")
+    if config.compat and config.no_python:
+        raise LaunchError("compat and no_python are both set; compat needs Python, so drop one of them")
     _check_alone(config, ("cpu", "multi_gpu", "tpu"))
     _check_alone(config, tuple(_strategies()))
     _check_alone(config, _STARTERS)

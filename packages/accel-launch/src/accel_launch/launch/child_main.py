@@ -1,6 +1,8 @@
 """Main module of each process that a launcher supervises: ends with its launcher, and records its error in a file.
 
-    python -P -m accel_launch.launch.child_main {script|module|command} TARGET [ARGS]...
+    python -P -m accel_launch.launch.child_main {script|module|command|compat-script|compat-module} TARGET [ARGS]...
+
+With ``compat-``, the program's ``import accelerate`` is accel, by the distribution accel-compat.
 
 The program runs as the main module, as if Python had started it. An uncaught exception is written to the launcher's
 error file (in torch elastic's format, so its own tools read it too) and not printed here, so that the launcher prints
@@ -9,6 +11,7 @@ be waiting for this one.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -24,6 +27,7 @@ from types import ModuleType, TracebackType
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_VARIABLE = "ACCEL_LAUNCHER_PID"
 WORKER_MODULE, COMMAND = "accel_launch.launch.child_main", "command"
+COMPAT = "compat-"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 
@@ -43,7 +47,9 @@ def main(argv: list[str]) -> None:
     _write_whole_lines(sys.stdout)
     _write_whole_lines(sys.stderr)
     try:
-        {"script": _run_script, "module": _run_module}[kind](target)
+        if kind.startswith(COMPAT):
+            importlib.import_module("accel.compat").install()
+        {"script": run_script, "module": run_module}[kind.removeprefix(COMPAT)](target)
     except SystemExit as error:
         if os.getpid() == process:
             _record_exit(error)
@@ -147,7 +153,8 @@ def _program_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _run_script(path: str) -> None:
+def run_script(path: str) -> None:
+    """Runs a file, or a folder with a __main__.py, as the main module; ``sys.path`` begins with its folder."""
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     if os.path.isdir(path):  # a folder with a __main__.py
@@ -163,7 +170,8 @@ def _run_script(path: str) -> None:
     exec(code, module.__dict__)
 
 
-def _run_module(name: str) -> None:
+def run_module(name: str) -> None:
+    """Runs a module as the main module; ``sys.path`` begins with the current folder."""
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, os.getcwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
@@ -58,6 +59,10 @@ def check_program(config: AccelConfig, program: Sequence[str]) -> None:
     if not program:
         raise LaunchError("no program to launch: give a script, or -m and a module, after the flags")
     target = program[0]
+    if config.compat and not config.tpu_cluster and find_spec("accel_compat") is None:
+        raise LaunchError(
+            "compat needs the distribution accel-compat, which is not installed: pip install accel-compat"
+        )
     if config.no_python or config.tpu_cluster:
         # the process itself searches for a command as a shell does; on a pod, the program is on the pod's machines
         return

@@ -8,6 +8,7 @@ from typing import final
 from accel_launch.config.model import DOCUMENT_VARIABLE, AccelConfig
 from accel_launch.config.resolve import without_launcher
 from accel_launch.launch.checks import check_settings, machine_range
+from accel_launch.launch.child_main import COMPAT
 from accel_launch.launch.host import HostFacts
 from accel_launch.launch.supervisor.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
@@ -201,12 +202,20 @@ def _shared_env(config: AccelConfig, host: HostFacts, *, local: int, env: Mappin
 
 
 def _direct_argv(config: AccelConfig, program: Sequence[str], host: HostFacts) -> tuple[str, ...]:
+    return (*python_words(config, host.python), *program)
+
+
+def python_words(config: AccelConfig, python: str) -> tuple[str, ...]:
+    """Words before the program in the command of a process that no worker of this package surrounds."""
     if config.no_python:
-        return tuple(program)
-    return (host.python, *(("-m",) if config.module else ()), *program)
+        return ()
+    compat = ("-m", "accel.compat") if config.compat else ()
+    return (python, *compat, *(("-m",) if config.module else ()))
 
 
 def _worker_argv(config: AccelConfig, program: Sequence[str], host: HostFacts) -> tuple[str, ...]:
     kind = "command" if config.no_python else "module" if config.module else "script"
+    if config.compat:
+        kind = f"{COMPAT}{kind}"
     # -P: modules in the current folder cannot shadow those of the child's main module.
     return (host.python, "-P", "-m", _WORKER, kind, *program)

@@ -1,1 +1,1 @@
-from accel_compat.absent import main as main
+from accel_compat.commands.command_line import main as main

@@ -80,6 +80,10 @@ class ProcessSettings:
     no_python: bool = setting(
         False, Facts("The program is not Python: run it as a command.", _PROGRAM, launch_only=True)
     )
+    compat: bool = setting(
+        False,
+        Facts("The program's import accelerate is accel (needs accel-compat).", _PROGRAM, launch_only=True),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)

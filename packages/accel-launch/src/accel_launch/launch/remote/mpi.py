@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from accel_launch.config.model import DOCUMENT_VARIABLE, AccelConfig
+from accel_launch.launch.launch_plan import python_words
 from accel_launch.launch.remote.hostfile import Machine
 from accel_launch.launch.remote.remote_command import forwarded
 from accel_state.errors import LaunchError
@@ -63,7 +64,7 @@ def plan_mpi(
     else:
         where = ("-f", hostfile, "-n", str(total), "-ppn", each, *more)
         handed = tuple(word for name, value in names.items() for word in ("-genv", name, value))
-    python = () if config.no_python else (sys.executable, *(("-m",) if config.module else ()))
+    python = python_words(config, sys.executable)
     return MpiPlan(("mpirun", *where, *handed, *python, *program), own, total)
 
 

@@ -1,0 +1,129 @@
+"""The ``accelerate`` command over ``accel``: subcommands under Accelerate's names, with its defaults."""
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accel_compat.finder import VERSION
+from accel_compat.helpers.environment import str_to_bool
+from accel_launch.cli.app import run
+
+_HELP = ("-h", "--help")
+_SELF_TEST = "accel_compat.commands.self_test"
+
+
+def main() -> int:
+    """Runs ``accelerate ARGUMENTS`` and returns its exit status."""
+    return run_command(sys.argv[1:])
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Runs a command of ``accelerate``, given without the program's name, and returns its exit status."""
+    name, *rest = argv or ["--help"]
+    own = _COMMANDS.get(name)
+    if own is None or any(word in _HELP for word in rest[:1]):
+        return run([name, *rest])
+    return own(rest)
+
+
+def default_file(env: Mapping[str, str]) -> Path:
+    """File of settings that ``accelerate config`` writes and ``accelerate launch`` reads if no file is named."""
+    cache = Path(env.get("XDG_CACHE_HOME", "~/.cache"))
+    folder = Path(env.get("HF_HOME", cache / "huggingface")).expanduser() / "accelerate"
+    as_json = folder / "default_config.json"
+    return as_json if as_json.is_file() else folder / "default_config.yaml"
+
+
+def launch_words(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Returns the arguments of ``accel launch`` for those of ``accelerate launch``.
+
+    The file of ``default_file`` is read if none is named. ``--multi_gpu`` is dropped if ``ACCELERATE_USE_CPU`` is on,
+    because Accelerate then starts the processes on the CPU.
+    """
+    flags = [word.partition("=")[0].replace("-", "_") for word in words]
+    made = ["launch", "--compat"]
+    if "__config_file" not in flags and default_file(env).is_file():
+        made += ["--config_file", str(default_file(env))]
+    on_cpu = str_to_bool(env.get("ACCELERATE_USE_CPU") or "no")
+    if on_cpu and "__multi_gpu" in flags:
+        place = flags.index("__multi_gpu")
+        return [*made, *words[:place], *words[place + 1 :]]
+    return [*made, *words]
+
+
+def _launch(words: Sequence[str]) -> int:
+    return run(launch_words(words, os.environ))
+
+
+def _test(words: Sequence[str]) -> int:
+    """Runs a check of the settings in the processes that they ask for."""
+    return run(launch_words([*words, "-m", _SELF_TEST], os.environ))
+
+
+def _config(words: Sequence[str]) -> int:
+    """Writes a file: asks, or with the word ``default``, takes the defaults; another subcommand is accel's own."""
+    subcommands = [word for word in words if not word.startswith("-")][:1]
+    if subcommands not in ([], ["default"]) and words[0] in subcommands:
+        return run(["config", *words])
+    path = Path(_option(words, "--config_file") or default_file(os.environ))
+    if words[:1] != ["default"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return run(["config", "--config_file", str(path)])
+    if path.exists():
+        print(f"Configuration already exists at {path}, will not override. Run `accelerate config` manually.")
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    precision = _option(words, "--mixed_precision")
+    chosen = [] if precision is None else ["--mixed_precision", precision]
+    status = run(["config", "default", "--output", str(path), *chosen])
+    if status == 0:
+        print(f"accelerate configuration saved at {path}")
+    return status
+
+
+def _env(words: Sequence[str]) -> int:
+    print(f"- `Accelerate` version: {VERSION}, offered by accel-compat\n- Python version: {platform.python_version()}")
+    return run(["env", *words])
+
+
+def _estimate(words: Sequence[str]) -> int:
+    from accel_compat.commands.hub_models import local_model
+
+    with local_model(words) as arguments:
+        return run(["estimate-memory", *arguments])
+
+
+def _option(words: Sequence[str], name: str) -> str | None:
+    """Value of an option, given as ``--name value`` or ``--name=value``, also with hyphens."""
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and f"--{flag[2:].replace('-', '_')}" == name:
+            return value if equals else next(iter(words[place + 1 :]), None)
+    return None
+
+
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "launch": _launch,
+    "test": _test,
+    "config": _config,
+    "env": _env,
+    "estimate-memory": _estimate,
+}
+
+
+def _single(name: str) -> Any:
+    """Returns the function behind ``accelerate-NAME`` and ``python -m accelerate.commands.NAME``."""
+    return partial(_run_named, name)
+
+
+def _run_named(name: str) -> int:
+    return run_command([name, *sys.argv[1:]])
+
+
+launch, config, env, test = (_single(name) for name in ("launch", "config", "env", "test"))
+estimate, merge, tpu = (_single(name) for name in ("estimate-memory", "merge-weights", "tpu-config"))
+to_fsdp2 = _single("to-fsdp2")
