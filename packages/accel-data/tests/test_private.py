@@ -1,5 +1,10 @@
 """Private names of torch: they do in this torch what they are read for, and without them there is a fallback."""
 
+import os
+import sys
+import threading
+import traceback
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, get_worker_info
@@ -24,6 +29,37 @@ def test_workers_are_listed_and_stopped():
     assert [(worker.is_alive(), reads) for worker, reads in workers] == [(True, True)] * 2
     private.shut_down(iterator)
     assert not any(worker.is_alive() for worker, _ in workers)
+
+
+class Ending:
+    """Its worker ends at the first sample, with a status that torch's signal handler overlooks."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        os._exit(0)
+
+
+def test_a_thread_that_waits_for_a_stopped_worker_ends():
+    iterator = iter(DataLoader(Ending(), num_workers=1))
+    raised = []
+
+    def read():
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=read, daemon=True)
+    ((worker, _),) = private.workers_of(iterator)
+    worker.join(60)
+    thread.start()
+    while "_try_get_data" not in [at.name for at in traceback.extract_stack(sys._current_frames().get(thread.ident))]:
+        assert thread.is_alive()
+    private.shut_down(iterator)
+    thread.join(60)
+    assert len(raised) == 1
 
 
 def test_an_iterator_of_another_kind_has_no_workers():

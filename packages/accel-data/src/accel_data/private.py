@@ -51,10 +51,20 @@ def workers_of(iterator: object) -> "list[tuple[BaseProcess, bool]]":
 
 
 def shut_down(iterator: object) -> None:
-    """Stops the workers of a loader's iterator (``_shutdown_workers``); they end with the iterator without it."""
+    """Stops the workers of a loader's iterator (``_shutdown_workers``); they end with the iterator without it.
+
+    A thread that waits for a batch raises RuntimeError within the 5 s of torch's check. torch's own loop has no end
+    once the workers are stopped, because it calls ``_try_get_data`` until a batch comes.
+    """
     stop = getattr(iterator, "_shutdown_workers", None)
     if stop is not None:
         stop()
+        if hasattr(iterator, "_try_get_data"):
+            vars(iterator)["_try_get_data"] = _refuse_to_wait
+
+
+def _refuse_to_wait(*_: object, **__: object) -> None:
+    raise RuntimeError("the workers of this DataLoader were stopped while a thread waited for a batch")
 
 
 def fixed_num_samples(sampler: RandomSampler) -> int | None:

@@ -105,7 +105,7 @@ def test_its_name_selects_the_backend_and_numbers_are_those_of_one_process(rank_
         assert found["losses"] == pytest.approx(losses, abs=1e-6)
 
 
-def choose(site: str, degrees: dict[str, int], strategy: str | None) -> str:
+def choose(site: str, degrees: dict[str, Any], strategy: str | None) -> str:
     install(site)
     accelerator = Accelerator(cpu=True, strategy=strategy, parallelism_config=ParallelismConfig(**degrees))
     name = accelerator.choice.name
