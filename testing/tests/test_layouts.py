@@ -17,6 +17,10 @@ from accel_testing.equivalence.layouts import DEGREES, PRECISIONS, Layout, expan
         ("ddp:4/bf16/acc=3", Layout("ddp", 4, precision="bf16", accumulate=3)),
         ("ddp:2/acc=2/short", Layout("ddp", 2, accumulate=2, short=True)),
         ("fsdp:4/fp32/weighted/tp=2", Layout("fsdp", 4, precision="fp32", weighted=True, degrees=(("tp", 2),))),
+        ("tp:2", Layout("fsdp", 2, degrees=(("tp", 2),))),
+        ("cp:2/fp64/acc=2", Layout("fsdp", 2, precision="fp64", accumulate=2, degrees=(("cp", 2),))),
+        ("tp:2/dp_shard=3", Layout("fsdp", 6, degrees=(("tp", 2), ("dp_shard", 3)))),
+        ("pp:4", Layout("pipeline", 4, degrees=(("pp", 4),))),
         (
             "hsdp:2x3/bf16/cpu_offload=true",
             Layout(
@@ -56,6 +60,8 @@ def test_a_layout_is_what_it_prints(layout: Layout) -> None:
     [
         (":2", "names no backend"),
         ("ddp:0", "'0' is not a number of at least 1"),
+        ("tp:0", "'0' is not a number of at least 1"),
+        ("tp:2/cp=x", "'x' is not a number of at least 1"),
         ("ddp:two", "'two' is not a number"),
         ("ddp:2/acc=", "'' is not a number"),
         ("ddp:2/bf61", "'bf61' means nothing here; did you mean 'bf16'?"),

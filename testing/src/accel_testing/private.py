@@ -14,6 +14,8 @@ def drop_mesh_caches() -> None:
     """Drops torch's caches of sharding decisions and redistribution plans of DTensors; those that this torch has."""
     for module, *path in (
         ("debug", "_clear_sharding_prop_cache"),
+        # torch 2.9 has no function for it.
+        ("_api", "DTensor", "_op_dispatcher", "sharding_propagator", "propagate_op_sharding", "cache", "cache_clear"),
         ("_redistribute", "clear_redistribute_planner_cache"),
         ("_redistribute", "_gen_transform_infos", "cache_clear"),
         ("_collective_utils", "MeshTopoInfo", "build_from_mesh", "cache_clear"),

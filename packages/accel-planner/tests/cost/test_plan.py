@@ -63,6 +63,16 @@ def test_what_is_offloaded_is_on_the_host_to_the_byte(plans: dict[str, MemoryPla
     assert (away.parameters, away.gradients, away.optimizer) == (0, 0, 0)
 
 
+def test_plans_do_not_depend_on_the_environment(
+    profile: ModelProfile, plans: dict[str, MemoryPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_VERSION", "3")
+    facts = optimizer_facts("adamw", profile.parameters)
+    found = {plan.candidate.name for plan in plan_all(profile, facts, Hardware.parse("8x80GB"))}
+    assert found <= set(plans)
+    assert found
+
+
 def test_bytes_sent_are_those_of_rings(profile: ModelProfile) -> None:
     fp32 = profile_model(lambda: transformer(4), tokens())
     facts = optimizer_facts("sgd", fp32.parameters)

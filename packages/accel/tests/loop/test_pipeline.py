@@ -46,3 +46,16 @@ def test_accumulation_and_clipping(rank):
 @pytest.mark.ranks(4)
 def test_replicas_of_a_pipeline(rank):
     assert_trains_as_one_process("gpt2", {"pp_size": 2, "dp_replicate_size": 2}, {}, clip=0.5)
+
+
+@pytest.mark.ranks(2)
+def test_all_stages_have_the_values_of_rank_0(rank):
+    model, expected = MODELS["llama"]().double(), MODELS["llama"]().double().state_dict()
+    for parameter in model.parameters():
+        parameter.data.add_(rank)
+    accelerator = accelerator_of({"pp_size": 2}, {})
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    state = full_state(accelerator, model)
+    assert set(state) == set(expected)
+    assert all(state[name].equal(value) for name, value in expected.items())
+    accelerator.end_training()

@@ -147,3 +147,33 @@ def test_checkpoints_hold_the_shards_of_each_rank(rank_pool: RankPool, site: str
     assert all(found[0])
     assert len(found[0]) >= 6
     assert all(found[1])
+
+
+def export(site: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """The state dict, the parameters, and the optimizer's state, each with full tensors."""
+    install(site)
+    accelerator = Accelerator(cpu=True, strategy="torch_tp", parallelism_config=ParallelismConfig(tp_size=2))
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    accelerator.backward(model(torch.ones(2, 6)).square().mean())
+    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    with accelerator.full_parameters(model):
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            model[0].weight.zero_()
+    changed = accelerator.backend.states.full_model(model, main_only=False)["0.weight"]
+    assert not changed.any()
+    optimizer.step()
+    momenta = accelerator.backend.states.full_optimizer(optimizer.optimizer, [model])
+    accelerator.end_training()
+    return state, parameters, momenta
+
+
+def test_default_states_gather_the_tensors_that_the_backend_has_split(rank_pool: RankPool, site: str) -> None:
+    expected = mlp().state_dict()
+    (state, parameters, momenta), (other, same, none) = rank_pool.run(export, site, ranks=2)
+    assert (other, none) == ({}, {})
+    for found in (state, parameters, same):
+        assert {type(value) for value in found.values()} == {torch.Tensor}
+        assert_close_state(found, expected, rtol=0, atol=0)
+    assert momenta["state"]["0.weight"]["momentum_buffer"].shape == (8, 6)

@@ -290,3 +290,37 @@ def test_models_that_an_axis_cannot_compute_are_refused_at_prepare(
 ) -> None:
     with pytest.raises(PrepareError, match=message):
         rank_pool.run(prepare, degrees, make, ranks=2)
+
+
+def dropped_places(degrees: Degrees) -> dict[str, Any]:
+    """Places of a sequence of ones that a prepared model's dropout sets to zero, in two calls."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees))
+    model = llama()
+    torch.manual_seed(accelerator.process_index)  # as of a user who seeds each rank differently
+    dropout = nn.Dropout(0.5)
+    model.model.norm.register_forward_hook(lambda module, args, output: dropout(output))
+    seen: list[torch.Tensor] = []
+    dropout.register_forward_hook(lambda module, args, output: seen.append(output.detach() == 0))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.stack(samples()[:2])
+    for _ in range(2):
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    shard = accelerator.data_shard.index
+    accelerator.end_training()
+    return {"shard": shard, "places": torch.stack(seen)}
+
+
+@pytest.mark.parametrize("degrees", [{"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}])
+def test_only_ranks_of_one_tensor_parallel_group_draw_equal_dropout_masks(
+    rank_pool: RankPool, degrees: Degrees
+) -> None:
+    found = rank_pool.run(dropped_places, degrees, ranks=4)
+    assert [one["shard"] for one in found] == [0, 0, 1, 1]
+    first, same, other, same_as_other = (one["places"] for one in found)
+    assert 0.4 < first.double().mean() < 0.6
+    assert torch.equal(first, same)
+    assert torch.equal(other, same_as_other)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import prod
 from typing import final
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
@@ -18,6 +19,9 @@ _EXAMPLE = (
 _HYBRID = re.compile(r"hsdp:(\d+)x(\d+)")
 #: DeepSpeed's ZeRO with its stage: ``ds3:2``.
 _ZERO = re.compile(r"ds([0-3])((?::\d+)?)")
+#: A model axis with its degree: ``tp:2``. Ranks are the product of all degrees of the layout.
+_MODEL_AXIS = re.compile(r"(tp|cp|pp):([1-9]\d*)")
+_SERVED_BY = {"tp": "fsdp", "cp": "fsdp", "pp": "pipeline"}
 
 
 @final
@@ -59,12 +63,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Parses one layout; an unknown word is refused with the nearest known one."""
-        head, *words = text.strip().split("/")
-        if hybrid := _HYBRID.fullmatch(head):
-            replicas, shards = map(int, hybrid.groups())
-            head, words = f"fsdp:{replicas * shards}", [f"dp_replicate={replicas}", f"dp_shard={shards}", *words]
-        if zero := _ZERO.fullmatch(head):
-            head, words = f"deepspeed{zero[2]}", [f"zero_stage={zero[1]}", *words]
+        head, *words = _spelt_out(text)
         backend, _, processes = head.partition(":")
         if not backend.isidentifier():
             raise ValueError(f"layout {text!r} names no backend; expected {_EXAMPLE}")
@@ -122,6 +121,25 @@ def expand(layouts: str | Iterable[str | Layout], precisions: Iterable[str] = ("
         for precision in ((layout.precision,) if layout.precision else wanted)
     ]
     return list(dict.fromkeys(every))
+
+
+def _spelt_out(text: str) -> list[str]:
+    """The words of a layout, whose short forms of the head are replaced by a backend and options."""
+    head, *words = text.strip().split("/")
+    if hybrid := _HYBRID.fullmatch(head):
+        replicas, shards = map(int, hybrid.groups())
+        return [f"fsdp:{replicas * shards}", f"dp_replicate={replicas}", f"dp_shard={shards}", *words]
+    if zero := _ZERO.fullmatch(head):
+        return [f"deepspeed{zero[2]}", f"zero_stage={zero[1]}", *words]
+    if axis := _MODEL_AXIS.fullmatch(head):
+        words = [f"{axis[1]}={axis[2]}", *words]
+        return [f"{_SERVED_BY[axis[1]]}:{_product_of_degrees(words)}", *words]
+    return [head, *words]
+
+
+def _product_of_degrees(words: Iterable[str]) -> int:
+    pairs = (word.partition("=") for word in words)
+    return prod(int(value) for name, _, value in pairs if name in DEGREES and value.isdecimal())
 
 
 def _number(text: str, value: str) -> int:

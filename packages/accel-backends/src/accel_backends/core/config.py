@@ -166,12 +166,12 @@ class BackendConfig(KwargsHandler):
 
     @property
     def state_form(self) -> WholeForm | None:
-        """Form of full model state dicts. Default: None, every rank has full tensors already."""
+        """Form of full model state dicts. Default: None, every rank has full tensors, or has DTensors."""
         return None
 
     @property
     def optimizer_state_form(self) -> WholeForm | None:
-        """Form of full optimizer state dicts. Default: None, every rank has full tensors already."""
+        """Form of full optimizer state dicts. Default: as ``state_form``."""
         return None
 
 

@@ -135,18 +135,20 @@ def _alive(units: Iterable["ref[FSDPModule]"]) -> list["FSDPModule"]:
     return [unit for one in units if (unit := one()) is not None]
 
 
-def shard_dtypes(policy: PrecisionPolicy, config: FSDPConfig) -> dict[str, Any]:
+def shard_dtypes(policy: PrecisionPolicy, config: FSDPConfig | None = None) -> dict[str, Any]:
     """Returns the arguments of torch's ``MixedPrecisionPolicy`` for a precision.
 
     Units compute in the policy's compute dtype, gradients are reduced in its ``reduce`` dtype or in the parameters'
-    own, and the root's outputs have its ``output`` dtype. Dtypes of the options take precedence.
+    own, and the root's outputs have its ``output`` dtype. Dtypes of the options take precedence; ``config`` None: there
+    are none.
     """
     dtypes: dict[str, Any] = {"reduce_dtype": policy.reduce, "output_dtype": policy.output}
     if policy.compute is not None:
         dtypes["param_dtype"] = policy.compute
         if policy.autocast and policy.reduce is None:
             dtypes["reduce_dtype"] = policy.params or torch.float32
-    dtypes |= {name: value for name, value in config.dtypes.items() if name != "buffer_dtype"}
+    if config is not None:
+        dtypes |= {name: value for name, value in config.dtypes.items() if name != "buffer_dtype"}
     return {name: value for name, value in dtypes.items() if value is not None}
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -135,6 +134,7 @@ class PipelineBackend(ModuleBackend):
         self._names[model] = frozenset(names_stored(model))
         for optimizer in bundle.optimizers:
             self._group_names[optimizer] = _group_names(optimizer, before)
+        self._equalise(model)
         if bundle.training:
             upcast_parameters(model, self.policy)
         stages = make_stages(whole, ranges, plan.held, self._dressed)
@@ -147,7 +147,6 @@ class PipelineBackend(ModuleBackend):
         if placed:
             self.place(model)
         tied = self._tied(whole, plan)
-        self._equalise(model, tied)
         made = PipelinedModel(model, Pipeline(stages, plan), self._options, loss_scale=self.loss_scale, tied=tied)
         made.train(model.training)
         self._models.add(made)
@@ -173,14 +172,15 @@ class PipelineBackend(ModuleBackend):
         group = dist.new_group([ranks[0], ranks[plan.last_rank]], use_local_synchronization=True)
         return TiedWeight(whole.tied, cast(dist.ProcessGroup, group), is_first=first)
 
-    def _equalise(self, model: nn.Module, tied: TiedWeight | None) -> None:
-        """Sends the tied weight from the first to the last stage, and the first replica's tensors to the others."""
-        with torch.no_grad():
-            if tied is not None:
-                dist.broadcast(tied.parameter.detach(), group=tied.group, group_src=0)
-            if self._replicas is not None:
-                for tensor in (*model.parameters(), *model.buffers()):
-                    dist.broadcast(tensor.detach(), group=self._replicas, group_src=0)
+    def _equalise(self, model: nn.Module) -> None:
+        """Overwrites the tensors of the full model with those of rank 0, as every backend does.
+
+        One tensor at a time is on the device, because the full model need not fit there.
+        """
+        for tensor in (*model.parameters(), *model.buffers()):
+            sent = tensor.detach().to(self.device).contiguous()
+            dist.broadcast(sent, group=self.session.group, group_src=0)
+            tensor.detach().copy_(sent)
 
 
 @contextmanager

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_backends.ops.dtensor import full_optimizer_state, full_state
+from accel_backends.core.config import WholeForm
+from accel_backends.ops.dtensor import full_optimizer_state, full_parameters, full_state, is_dtensor
 from accel_backends.ops.footprint import Held
 from accel_backends.ops.state_dicts import (
+    STATE,
     load_model_state,
     load_optimizer_state,
     model_state,
@@ -21,7 +23,6 @@ from accel_backends.roles.gradients import NOTHING
 
 if TYPE_CHECKING:
     from accel_backends.core.backend import Backend
-    from accel_backends.core.config import WholeForm
 
 
 class ReplicatedStates:
@@ -63,17 +64,20 @@ class ReplicatedStates:
         """Returns the model's state dict with full tensors. Collective: every rank of the group must call this.
 
         ``main_only``: if tensors are sharded, only rank 0 receives the state and other ranks an empty one; None: as the
-        backend's options say. Default: the form in the options; without a form, every rank returns its own full
-        tensors.
+        backend's options say. Default: the form in the options; without a form, rank 0 receives gathered tensors in
+        host memory if there are DTensors, otherwise every rank returns its own full tensors.
         """
-        return self._handed_out(full_state, self.model(model), self.config.state_form, main_only)
+        state = self.model(model)
+        return self._handed_out(full_state, state, self.config.state_form or _gathered_form(state.values()), main_only)
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """Context in which parameters are full tensors; changes persist if ``writeback``.
 
-        Default: they always are and do.
+        Default: DTensors are all-gathered; other parameters always are and do.
+
+        Collective if there are DTensors: every rank of the group must call this.
         """
-        return NOTHING
+        return full_parameters(model, writeback=writeback) if any(map(is_dtensor, model.parameters())) else NOTHING
 
     def sync_buffers(self, models: Iterable[nn.Module]) -> None:
         """Copies rank 0's buffers to all ranks before a save, if training equalises them only later.
@@ -104,8 +108,10 @@ class ReplicatedStates:
 
         Default: as ``full_model``.
         """
-        form = self.config.optimizer_state_form
-        return self._handed_out(full_optimizer_state, self.optimizer(optimizer, models), form, main_only)
+        state = self.optimizer(optimizer, models)
+        values = (value for entries in state[STATE].values() for value in entries.values())
+        form = self.config.optimizer_state_form or _gathered_form(values)
+        return self._handed_out(full_optimizer_state, state, form, main_only)
 
     def templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         """Returns, by FQN, tensors placed as the optimizer's state of the parameter is. Default: the parameters."""
@@ -139,10 +145,15 @@ class ReplicatedStates:
         self,
         gather: Callable[..., dict[str, Any]],
         state: dict[str, Any],
-        form: "WholeForm | None",
+        form: WholeForm | None,
         main_only: bool | None,
     ) -> dict[str, Any]:
         if form is None:
             return state
         main_only = form.rank0_only if main_only is None else main_only
         return gather(state, keep=not main_only or self.run.session.rank == 0, host=form.offload_to_cpu)
+
+
+def _gathered_form(values: Iterable[Any]) -> WholeForm | None:
+    """Returns the default form if any value is a DTensor, which has to be gathered; otherwise None."""
+    return WholeForm() if any(map(is_dtensor, values)) else None

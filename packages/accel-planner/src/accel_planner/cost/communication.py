@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.shard import shard_dtypes
 from accel_planner.profile.profile import ModelProfile, ParameterFact
 
@@ -66,7 +65,7 @@ class CollectiveBytes:
     @classmethod
     def of(cls, profile: ModelProfile) -> "CollectiveBytes":
         """Returns the bytes of a model."""
-        dtypes = shard_dtypes(profile.policy, FSDPConfig())
+        dtypes = shard_dtypes(profile.policy)
         compute, reduce = dtypes.get("param_dtype"), dtypes.get("reduce_dtype")
         return cls(
             parameters=_bytes(profile.parameters, compute),

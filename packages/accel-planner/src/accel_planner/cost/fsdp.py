@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from typing import final
 
-from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.shard import shard_dtypes
 from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS
 from accel_planner.candidate import Candidate
@@ -48,7 +47,7 @@ class FSDPCost(CostModel):
         replicas, shards = _degrees(candidate, hardware)
         timeline = self.timeline(profile, candidate)
         away = candidate.offload and hardware.kind != "cpu"
-        dtypes = shard_dtypes(profile.policy, FSDPConfig())
+        dtypes = shard_dtypes(profile.policy)
         units = unit_bytes(
             profile, shards, compute=dtypes.get("param_dtype"), reduce=dtypes.get("reduce_dtype"), offloaded=away
         )

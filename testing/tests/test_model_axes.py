@@ -1,0 +1,150 @@
+"""Layouts of model axes train as one process does, and errors of each axis are caught and named."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_testing.equivalence.equivalence import assert_equivalent
+from accel_testing.equivalence.program import Program
+from accel_testing.ranks.pool import RankPool
+
+STEPS, SAMPLES, LENGTH, VOCABULARY = 4, 8, 8, 32
+
+
+def next_token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' loss of the next token in the dtype of the logits, where the original computes in float32."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
+    return total / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def llama(*, tied: bool = False) -> Program:
+    """A tiny Llama and its own loss, with clipping that bites."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.loss_function = next_token_loss
+    batches = torch.randint(0, VOCABULARY, (STEPS, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    return Program(model, loss_of, list(batches), clip=0.5)
+
+
+def tied_llama() -> Program:
+    return llama(tied=True)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("program", "layout"),
+    [
+        (llama, "tp:2/fp64/acc=2"),
+        (tied_llama, "tp:2/dp_shard=2/fp64/acc=2"),
+        (llama, "cp:2/fp64/acc=2"),
+        (tied_llama, "pp:2/fp64/acc=2"),
+        pytest.param(llama, "pp:2/dp_replicate=2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(llama, "tp:2/fp32", marks=pytest.mark.slow),
+        pytest.param(llama, "cp:2/fp32", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_axis_equals_one_process(rank_pool: RankPool, program: Callable[[], Program], layout: str) -> None:
+    assert_equivalent(program, [layout], pool=rank_pool)
+
+
+# Mutations: what an axis could do wrong, done on purpose in its ranks.
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def doubled_tensor_gradient() -> Iterator[None]:
+    """The gradient with respect to the input of a column-wise layer is summed twice over its ranks."""
+    from accel_backends.parallel.styles import Colwise
+
+    def double(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (2 * inputs[0] - inputs[0].detach(), *inputs[1:])
+
+    def make(original: Any) -> Any:
+        def install(self: Any, module: nn.Module, mesh: Any) -> None:
+            original(self, module, mesh)
+            module.register_forward_pre_hook(double, prepend=True)
+
+        return install
+
+    with replaced(Colwise, "install", make):
+        yield
+
+
+@contextmanager
+def wrong_divisor_of_sequences() -> Iterator[None]:
+    """Each context-parallel rank divides its loss by the tokens of all ranks, and ranks average once more."""
+    from accel_backends.parallel.sequence_inputs import SequenceInputs
+
+    def make(original: Any) -> Any:
+        def shard(self: Any, *given: Any) -> Any:
+            args, kwargs = original(self, *given)
+            return args, {**kwargs, "num_items_in_batch": kwargs["num_items_in_batch"] * self.context.mesh.size()}
+
+        return shard
+
+    with replaced(SequenceInputs, "_shard", make):
+        yield
+
+
+@contextmanager
+def dropped_sum_of_tied_weight() -> Iterator[None]:
+    """The first and the last stage keep their gradients of the weight that they share to themselves."""
+    from accel_backends.pipeline.model import PipelinedModel
+
+    with replaced(PipelinedModel, "_sum_tied", lambda original: lambda self: None):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("mutation", "program", "layout", "words"),
+    [
+        (doubled_tensor_gradient, llama, "tp:2", r"at step 0:\n  the gradient norm is"),
+        (wrong_divisor_of_sequences, llama, "cp:2", r"(?s)at step 0:\n  the loss is .*the gradient norm .*1/2 of it"),
+        (dropped_sum_of_tied_weight, tied_llama, "pp:2", r"at step 0:\n  the gradient norm is"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_mutation_of_an_axis_is_caught_and_named(
+    rank_pool: RankPool, mutation: Any, program: Any, layout: str, words: str
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        assert_equivalent(program, [layout], precisions=["fp64"], pool=rank_pool, around=mutation)
