@@ -8,6 +8,13 @@ from typing import Any
 
 import rich_click as click
 
+from accel.cli.inference_memory import (
+    InferenceOptions,
+    estimate_inference,
+    parse_max_memory,
+    print_inference,
+    transformers_model,
+)
 from accel_launch.cli.options import as_json
 from accel_launch.cli.printing import print_json, print_table
 from accel_state.errors import ConfigError
@@ -28,20 +35,40 @@ Sizes = Mapping[str, tuple[int, bool]]
 )
 @click.option("--library_name", metavar="NAME", help="timm or transformers; for a folder with a configuration only.")
 @click.option("--trust_remote_code", is_flag=True, help="Let a configuration bring its own code.")
+@click.option(
+    "--batch_size", type=click.IntRange(1), metavar="N", help="Inference: sequences in the KV cache. Default: 1."
+)
+@click.option("--length", type=click.IntRange(1), metavar="N", help="Inference: tokens of a sequence, prompt included.")
+@click.option(
+    "--max_memory", multiple=True, metavar="BUDGETS", help="Inference: propose a device map for, say, 0=10GB,cpu=30GB."
+)
 @as_json
 def estimate_memory(
-    words: tuple[str, ...], *, dtypes: tuple[str, ...], library_name: str | None, trust_remote_code: bool, as_json: bool
+    words: tuple[str, ...],
+    *,
+    dtypes: tuple[str, ...],
+    library_name: str | None,
+    trust_remote_code: bool,
+    batch_size: int | None,
+    length: int | None,
+    max_memory: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     """Memory of MODEL by dtype. MODEL is a module:build, a folder of safetensors or with a config.json, or one file.
 
     Training is with Adam: weights, gradients and two states, all in that dtype. For a real plan with activations,
-    precision and devices, use accel plan.
+    precision and devices, use accel plan. --length and --max-memory add a table for inference.
     """
     model, chosen = _model_and_dtypes(words, dtypes)
     title, sizes = _sizes_of(model, library_name, trust_remote_code)
     rows = estimate(sizes, chosen)
+    if batch_size is not None and length is None:
+        raise ConfigError("--batch-size is for the KV cache, which needs --length too: the tokens of a sequence")
+    budgets = parse_max_memory(max_memory)
+    options = InferenceOptions(batch_size or 1, length or 0, budgets) if length or budgets else None
+    inference = estimate_inference(_module(model, trust_remote_code), title, chosen, options) if options else None
     if as_json:
-        print_json({"model": title, "rows": rows})
+        print_json({"model": title, "rows": rows} | ({"inference": inference} if inference else {}))
         return 0
     print(f"Memory usage for loading {title}")
     print_table(
@@ -56,6 +83,8 @@ def estimate_memory(
             for row in rows
         ],
     )
+    if options and inference:
+        print_inference(inference, options)
     return 0
 
 
@@ -113,6 +142,20 @@ def _sizes_of(model: str, library: str | None, trust: bool) -> tuple[str, Sizes]
         f"{model!r} is no folder, no .safetensors file and no module:build. Models of a hub are not downloaded here: "
         "download it first and name its folder"
     )
+
+
+def _module(model: str, trust: bool) -> Any:
+    """The model itself, on the meta device if it can be built there."""
+    path = Path(model)
+    folder = path.parent if path.is_file() else path
+    if (folder / "config.json").is_file():
+        return transformers_model(folder, trust)
+    if path.exists():
+        raise ConfigError(f"{folder} has no config.json; --length and --max-memory need one, or a module:build")
+    from accel.cli.model_loading import load_object
+    from accel_planner.profile.models import build
+
+    return build(load_object(model, "the model")).model
 
 
 def _sizes_of_module(module: Any) -> Sizes:
