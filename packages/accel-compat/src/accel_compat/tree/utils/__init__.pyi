@@ -2,7 +2,7 @@ from accel.utils.dataclasses import AORecipeKwargs as AORecipeKwargs
 from accel_compat.absent import AbstractTrainStep as AbstractTrainStep
 from accel_compat.options.handlers import CompatAutocastKwargs as AutocastKwargs
 from accel_compat.absent import BertTrainStep as BertTrainStep
-from accel_compat.absent import BnbQuantizationConfig as BnbQuantizationConfig
+from accel_inference import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.utils.operations import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel.utils.dataclasses import ComputeEnvironment as ComputeEnvironment
 from accel.utils.dataclasses import CustomDtype as CustomDtype
@@ -60,7 +60,7 @@ from accel.utils.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAMS
 from accel.utils.dataclasses import TensorInformation as TensorInformation
 from accel.utils.dataclasses import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_compat.options.handlers import CompatDynamoPlugin as TorchDynamoPlugin
-from accel.utils.dataclasses import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accel_compat.options.tensor_parallel import tensor_parallel_options as TorchTensorParallelConfig
 from accel_compat.options.handlers import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel.utils.constants import WEIGHTS_NAME as WEIGHTS_NAME
@@ -132,7 +132,7 @@ from accel_compat.helpers.precision import get_mixed_precision_context_manager a
 from accel_compat.helpers.system import get_model_tp_size as get_model_tp_size
 from accel_compat.helpers.models import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_compat.helpers.models import get_pretty_name as get_pretty_name
-from accel_compat.helpers.system import has_no_such_layers as has_4bit_bnb_layers
+from accel_inference import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_compat.helpers.system import has_no_such_layers as has_ao_layers
 from accel_compat.helpers.models import has_compiled_regions as has_compiled_regions
 from accel_inference import has_offloaded_params as has_offloaded_params
@@ -208,7 +208,7 @@ from accel.utils.imports import is_xccl_available as is_xccl_available
 from accel.utils.imports import is_xpu_available as is_xpu_available
 from accel.utils.operations import listify as listify
 from accel_compat.checkpoints.pickles import load as load
-from accel_compat.absent import load_and_quantize_model as load_and_quantize_model
+from accel_inference import load_and_quantize_model as load_and_quantize_model
 from accel_inference import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_compat.checkpoints.sharded import load_fsdp_model as load_fsdp_model
 from accel_compat.checkpoints.sharded import load_fsdp_optimizer as load_fsdp_optimizer

@@ -1,4 +1,4 @@
-from accel_compat.absent import get_keys_to_not_convert as get_keys_to_not_convert
-from accel_compat.helpers.system import has_no_such_layers as has_4bit_bnb_layers
-from accel_compat.absent import load_and_quantize_model as load_and_quantize_model
+from accel_inference import get_keys_to_not_convert as get_keys_to_not_convert
+from accel_inference import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accel_inference import load_and_quantize_model as load_and_quantize_model
 from accel_compat.absent import replace_with_bnb_layers as replace_with_bnb_layers

@@ -1,7 +1,7 @@
 from accel.utils.dataclasses import AORecipeKwargs as AORecipeKwargs
 from accel_compat.options.handlers import CompatAutocastKwargs as AutocastKwargs
 from accel.utils.dataclasses import BaseEnum as BaseEnum
-from accel_compat.absent import BnbQuantizationConfig as BnbQuantizationConfig
+from accel_inference import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.utils.dataclasses import ComputeEnvironment as ComputeEnvironment
 from accel.utils.dataclasses import CustomDtype as CustomDtype
 from accel.utils.dataclasses import DDPCommunicationHookType as DDPCommunicationHookType
@@ -32,7 +32,7 @@ from accel.utils.dataclasses import TERecipeKwargs as TERecipeKwargs
 from accel.utils.dataclasses import TensorInformation as TensorInformation
 from accel.utils.dataclasses import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_compat.options.handlers import CompatDynamoPlugin as TorchDynamoPlugin
-from accel.utils.dataclasses import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accel_compat.options.tensor_parallel import tensor_parallel_options as TorchTensorParallelConfig
 from accel_compat.options.handlers import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_compat.absent import add_model_config_to_megatron_parser as add_model_config_to_megatron_parser
 from accel_compat.options.fsdp import get_module_class_from_name as get_module_class_from_name
