@@ -154,7 +154,7 @@ def test_a_backend_that_has_to_be_named_is_only_the_nearest(install):
     install("ring", {"sp"}, precedence=None)
     assert find_backend(["sp"]) is None
     # accel-deepspeed may be installed too
-    with pytest.raises(ConfigError, match="sp_size=2: .* cannot do that; nearest: strategy='(deepspeed|ring)'"):
+    with pytest.raises(ConfigError, match=r"sp_size=2: .* cannot do that; nearest: strategy='(deepspeed|ring)'"):
         check_axes("single", SingleConfig(), ParallelismConfig(sp_size=2))
 
 
