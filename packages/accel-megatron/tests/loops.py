@@ -80,8 +80,9 @@ def optimizer_of(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plain = [p for p in model.parameters() if p.dim() < 2]
     decayed = [p for p in model.parameters() if p.dim() >= 2]
+    # Without such an epsilon AdamW divides gradients that are zero but for rounding by their size.
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, eps=1e-3
     )
 
 

@@ -31,9 +31,6 @@ def assert_trains_as_one_process(
             assert largest_difference(state, expected.state_dict()) < tolerance
 
 
-# In fp32, SGD: AdamW divides gradients that are zero but for rounding (of the bias of keys, for example) by their size.
-
-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied"])
