@@ -10,6 +10,7 @@ from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
 from accel_backends.parallel.pipeline.schedules import check_microbatches, schedule_kind
 from accel_state.errors import ConfigError
 
+OLDEST_TORCH = "2.13"
 MicroBatchLoss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """Function of the model's output for a micro-batch and of the arguments of the call, to a mean over samples."""
 
@@ -56,9 +57,14 @@ class PipelineParallelConfig(BackendConfig):
         """Returns these options; without a degree, all ranks are one pipeline.
 
         Raises:
-            ConfigError: a number of micro-batches with which the schedule does not run.
+            ConfigError: a number of micro-batches with which the schedule does not run; a torch before 2.13, in which
+                ranks exchange the shapes of activations in different orders.
             TopologyError: the product of the degrees is not the number of processes.
         """
+        if torch.__version__ < OLDEST_TORCH:
+            raise ConfigError(
+                f"a pipeline needs torch {OLDEST_TORCH}, this is {torch.__version__}; nearest: strategy='fsdp'"
+            )
         degrees = facts.parallelism
         if degrees.total_size == 1 and "pp" in facts.open_axes:
             degrees = replace(degrees, pp_size=facts.topology.world_size)

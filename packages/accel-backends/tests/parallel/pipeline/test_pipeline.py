@@ -10,7 +10,10 @@ from accel_backends.parallel.pipeline.pipeline import Pipeline, StagePlan
 from accel_backends.parallel.pipeline.ranges import balanced_ranges, stages_of_rank
 from accel_backends.parallel.pipeline.schedules import schedule_kind
 from accel_backends.parallel.pipeline.stages import Feed, drop_other_stages, make_stages
+from accel_backends.pipeline.config import OLDEST_TORCH
 from accel_state.errors import BackendError
+
+pytestmark = pytest.mark.skipif(torch.__version__ < OLDEST_TORCH, reason=f"pipelines need torch {OLDEST_TORCH}")
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 2
 

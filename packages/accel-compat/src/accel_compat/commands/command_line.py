@@ -124,6 +124,11 @@ def _run_named(name: str) -> int:
     return run_command([name, *sys.argv[1:]])
 
 
-launch, config, env, test = (_single(name) for name in ("launch", "config", "env", "test"))
-estimate, merge, tpu = (_single(name) for name in ("estimate-memory", "merge-weights", "tpu-config"))
+launch = _single("launch")
+config = _single("config")
+env = _single("env")
+test = _single("test")
+estimate = _single("estimate-memory")
+merge = _single("merge-weights")
+tpu = _single("tpu-config")
 to_fsdp2 = _single("to-fsdp2")
