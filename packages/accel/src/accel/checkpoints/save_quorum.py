@@ -116,9 +116,13 @@ class SaveQuorum:
                 _LOG.warning("save_state on rank 0 waits for:\n  %s", "\n  ".join(places))
         here = {rank for rank in range(1, self._size) if self._store.check([self._note(rank)])}
         self._missing = tuple(rank for rank in range(1, self._size) if rank not in here)
-        self._store.set(f"{self._round}/missing", json.dumps(self._missing))
+        decision = f"{self._round}/missing"
         self._round += 1
-        self._store.set("rounds", str(self._round))
+        self._store.set("rounds", str(self._round))  # first, because an absent rank reads it after the decision
+        self._store.set(decision, json.dumps(self._missing))
+        # A set returns before the server has applied it. A rank that sees this one in a later operation, and finds no
+        # decision in the store, concludes that there is none.
+        self._store.check([decision])
         return self._missing
 
     def _stays_away(self, rank: int, waited: float, *, all_needed: bool) -> bool:
