@@ -213,7 +213,7 @@ def test_without_the_main_process_the_others_say_so(rank: int) -> None:
 
 
 class LaggingStore:
-    """Store whose ``set`` returns at once, as a TCPStore's does; the server applies it before it answers the next query.
+    """Store whose ``set`` returns at once, as a TCPStore's does: the server applies it before it answers a query.
 
     ``applied`` holds what other connections see.
     """
