@@ -1,4 +1,4 @@
-"""``accel launch --compat``: the program's ``import accelerate`` is accel in every process."""
+"""``accel launch --compat`` and torchrun: the program's ``import accelerate`` is accel in every process."""
 
 import subprocess
 import sys
@@ -29,6 +29,14 @@ def test_every_process_resolves_accelerate_to_accel(tmp_path, program, processes
     (tmp_path / "script.py").write_text(SCRIPT)
     done = launch(tmp_path, "--num_processes", processes, *program, "--lr", "1")
     assert (done.returncode, done.stdout) == (0, f"[{ranks}, {OF_ACCEL}"), done.stderr
+
+
+def test_torchrun_starts_the_ranks(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, "-m", "accel.compat", "script.py", "--lr", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stdout) == (0, f"[[0, 1], {OF_ACCEL}"), done.stderr
 
 
 def test_the_program_has_to_be_python(tmp_path):

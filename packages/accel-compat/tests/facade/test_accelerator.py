@@ -73,3 +73,23 @@ def test_a_saved_state_is_restored(tmp_path):
     assert torch.equal(model.weight, saved)
     names = {path.name for path in (tmp_path / "state").iterdir()}
     assert names == {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
+
+
+def test_a_subclass_has_the_decorators_without_a_function():
+    from accelerate import Accelerator
+
+    class Run(Accelerator):
+        pass
+
+    calls = []
+    Run().on_process(process_index=0)(calls.append)("here")
+    Run().on_local_process(local_process_index=0)(calls.append)("there")
+    assert calls == ["here", "there"]
+
+
+def test_buffers_stay_full_without_context_parallelism():
+    from accelerate import Accelerator
+
+    tokens = torch.arange(6).reshape(1, 6)
+    with Accelerator().maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+        assert tokens.tolist() == [[0, 1, 2, 3, 4, 5]]

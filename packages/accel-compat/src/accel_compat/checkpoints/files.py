@@ -13,7 +13,7 @@ from accel_compat.checkpoints.pickles import load, save
 
 LOG = logging.getLogger("accelerate.checkpointing")
 MODEL, SAFE_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model", "model", "optimizer", "scheduler"
-SAMPLER, LOADER, SCALER, RANDOM, CUSTOM = "sampler", "dl_state_dict", "scaler.pt", "random_states", "custom_checkpoint"
+LOADER, SCALER, RANDOM, CUSTOM = "dl_state_dict", "scaler.pt", "random_states", "custom_checkpoint"
 
 
 def numbered(stem: str, index: int, ending: str) -> str:

@@ -2,6 +2,7 @@
 
 import codecs
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,29 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         return torch.load(f, map_location=map_location, weights_only=True, **kwargs)
 
 
-def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Writes ``obj`` on the main process, or on the first process of each node."""
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Writes ``obj`` on the main process, or on the first process of each node.
+
+    A path is written beside and renamed at the end, so that tensors mapped from the file before keep their values.
+    """
     from accel_compat.state.process_state import SharedPartialState
 
     state = SharedPartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
+    if not isinstance(f, str | os.PathLike):
+        _write(obj, f, safe_serialization=safe_serialization)
+        return
+    path = Path(f)
+    staged = path.with_name(f".{path.name}.{state.process_index}.tmp")
+    try:
+        _write(obj, staged, safe_serialization=safe_serialization)
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _write(obj: Any, f: Any, *, safe_serialization: bool) -> None:
     if not safe_serialization:
         torch.save(obj, f)
         return

@@ -1,4 +1,8 @@
-"""Files of FSDP models and optimizers in Accelerate's layout: one file of full tensors, or a folder of shards."""
+"""Files of FSDP models and optimizers in Accelerate's layout: one file of full tensors, or a folder of shards.
+
+``adapter_only`` and ``use_dcp`` are accepted and have no effect: models are stored with all their weights, and shards by
+torch's distributed checkpoints.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from accel_compat.checkpoints.files import numbered
 from accel_compat.checkpoints.pickles import load
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
@@ -15,10 +20,6 @@ MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
 def _is_full(plugin: Any) -> bool:
     return plugin is None or plugin.state_dict_type.name == "FULL_STATE_DICT"
-
-
-def _file(folder: Any, stem: str, index: int) -> Path:
-    return Path(folder) / f"{stem}{'' if index == 0 else f'_{index}'}.bin"
 
 
 def _folder(folder: Any, stem: str, index: int) -> Path:
@@ -67,7 +68,7 @@ def _write(plugin: Any, accelerator: Any, state: Any, folder: Any, stem: str, ke
     if not _is_full(plugin):
         save_shards({key: state}, checkpoint_id=_folder(folder, stem, index))
     elif accelerator.is_main_process:
-        torch.save(state, _file(folder, stem, index))
+        torch.save(state, Path(folder) / numbered(stem, index, "bin"))
     accelerator.wait_for_everyone()
 
 
@@ -106,8 +107,9 @@ def load_fsdp_optimizer(
 
 def _read(plugin: Any, accelerator: Any, state: Any, folder: Any, stem: str, key: str, index: int) -> Any:
     accelerator.wait_for_everyone()
+    path = Path(folder) / numbered(stem, index, "bin")
     if _is_full(plugin):
-        return load(_file(folder, stem, index), map_location="cpu") if accelerator.is_main_process else {}
+        return load(path, map_location="cpu") if accelerator.is_main_process else {}
     held = {key: state}
     load_shards(held, checkpoint_id=_folder(folder, stem, index))
     return held[key]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_compat.finder import VERSION
-from accel_compat.helpers.environment import str_to_bool
 from accel_launch.cli.app import run
+from accel_state.environment import str_to_bool
 
 _HELP = ("-h", "--help")
 _SELF_TEST = "accel_compat.commands.self_test"

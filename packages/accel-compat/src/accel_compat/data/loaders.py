@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel_compat.data.iterable import CompatIterableShard
-from accel_compat.data.samplers import CompatSeedableSampler, get_sampler
+from accel_compat.data.samplers import set_sampler
 from accel_compat.state.accelerator_state import SharedAcceleratorState
 from accel_compat.state.gradient_state import SharedGradientState
 from accel_compat.state.process_state import SharedPartialState
+from accel_data import get_sampler
 from accel_state.collectives.tensors import broadcast, broadcast_object_list
 from accel_state.enums import DistributedType
 from accel_state.pytree.operations import (
@@ -109,6 +109,23 @@ class DataLoaderAdapter:
             self.dl_state_dict = self.base_dataloader.state_dict()
             self.dl_state_dict["_iterator_finished"] = self.end_of_dataloader
 
+    def get_sampler(self) -> Any:
+        """Returns the sampler of single samples."""
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replaces the sampler of single samples."""
+        set_sampler(self, sampler)
+
+    def __reduce__(self) -> Any:
+        return (_rebuilt, (type(self), self.__dict__))
+
+
+def _rebuilt(kind: type, attributes: dict[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    made.__dict__.update(attributes)
+    return made
+
 
 def stateful_loader() -> type:
     """Returns torchdata's StatefulDataLoader.
@@ -183,9 +200,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration += 1
         self.end()
 
-    def __reduce__(self) -> Any:
-        return (_rebuilt, (type(self), self.__dict__))
-
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of samplers, batch samplers and the dataset that have one."""
         self.iteration = epoch
@@ -212,25 +226,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def total_dataset_length(self) -> int:
         """Samples of the dataset over all processes."""
         return int(self.dataset.total_length) if hasattr(self.dataset, "total_length") else len(self.dataset)
-
-    def get_sampler(self) -> Any:
-        """Returns the sampler of single samples."""
-        return get_sampler(self)
-
-    def set_sampler(self, sampler: Any) -> None:
-        """Replaces the sampler of single samples."""
-        if isinstance(self.sampler, torch.utils.data.BatchSampler):
-            self.sampler.sampler = sampler
-            return
-        self.batch_sampler.sampler = sampler
-        if hasattr(self.batch_sampler, "batch_sampler"):
-            self.batch_sampler.batch_sampler.sampler = sampler
-
-
-def _rebuilt(kind: type, attributes: dict[str, Any]) -> Any:
-    made: Any = object.__new__(kind)
-    made.__dict__.update(attributes)
-    return made
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -343,9 +338,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         count = self.state.num_processes
         return length // count if self._drop_last else -(-length // count)
 
-    def __reduce__(self) -> Any:
-        return (_rebuilt, (type(self), self.__dict__))
-
     @property
     def total_batch_size(self) -> int:
         """Samples of a batch over all processes."""
@@ -356,17 +348,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def total_dataset_length(self) -> int:
         """Samples of the dataset."""
         return len(self.dataset)
-
-    def get_sampler(self) -> Any:
-        """Returns the sampler of single samples."""
-        return get_sampler(self)
-
-    def set_sampler(self, sampler: Any) -> None:
-        """Replaces the sampler of single samples."""
-        if isinstance(self.sampler, torch.utils.data.BatchSampler):
-            self.sampler.sampler = sampler
-        else:
-            self.batch_sampler.sampler = sampler
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -389,19 +370,6 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __len__(self) -> int:
         return len(self.base_dataloader) - self.skip_batches
-
-    def __reduce__(self) -> Any:
-        return (_rebuilt, (type(self), self.__dict__))
-
-
-def seedable(sampler: Any) -> bool:
-    """Whether a sampler's order is a function of seed and epoch."""
-    return isinstance(sampler, CompatSeedableSampler)
-
-
-def is_iterable_shard(loader: Any) -> bool:
-    """Whether a loader reads an iterable dataset in shards."""
-    return isinstance(loader.dataset, CompatIterableShard)
 
 
 def mesh_ranks(mesh: Any) -> tuple[int, int]:

@@ -8,9 +8,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accel_compat.data.iterable import CompatIterableShard
 from accel_compat.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader, mesh_ranks
-from accel_compat.data.samplers import CompatBatchShard, CompatSeedableSampler, CompatSkipSampler, get_sampler
+from accel_compat.data.samplers import CompatBatchShard, CompatSkipSampler, set_sampler
 from accel_compat.private import sampler_length
 from accel_compat.state.process_state import SharedPartialState
+from accel_data import SeedableRandomSampler, get_sampler
 
 # Arguments of DataLoader that a new loader takes over, with their defaults.
 _CARRIED = {
@@ -28,9 +29,9 @@ _CARRIED = {
 }
 
 
-def carried(dataloader: Any, *, besides: tuple[str, ...] = ()) -> dict[str, Any]:
+def carried(dataloader: Any) -> dict[str, Any]:
     """Returns the arguments of a loader that a new loader takes over."""
-    return {name: getattr(dataloader, name, default) for name, default in _CARRIED.items() if name not in besides}
+    return {name: getattr(dataloader, name, default) for name, default in _CARRIED.items()}
 
 
 def prepare_data_loader(  # noqa: PLR0913  (the signature that users know)
@@ -138,30 +139,20 @@ def _seed_order(dataloader: Any, num_processes: int, *, seedable: bool, seed: in
         return getattr(dataloader.dataset, "generator", None) if num_processes != 1 else None
     sampler = get_sampler(dataloader)
     if isinstance(sampler, RandomSampler) and seedable:
-        made = CompatSeedableSampler(
+        sampler = SeedableRandomSampler(
             data_source=sampler.data_source,
             replacement=sampler.replacement,
             num_samples=sampler_length(sampler),
             generator=getattr(sampler, "generator", torch.Generator(device=torch.get_default_device())),
             data_seed=seed,
         )
-        sampler = _replace(dataloader, made)
+        set_sampler(dataloader, sampler)
     if isinstance(sampler, RandomSampler) and num_processes > 1:
         if getattr(sampler, "generator", None) is None:
             sampler.generator = torch.Generator(device=torch.get_default_device())
             sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         return sampler.generator
     return getattr(sampler, "generator", None) if num_processes != 1 else None
-
-
-def _replace(dataloader: Any, sampler: Any) -> Any:
-    if isinstance(dataloader.sampler, BatchSampler):
-        dataloader.sampler.sampler = sampler
-    else:
-        dataloader.batch_sampler.sampler = sampler
-        if hasattr(dataloader.batch_sampler, "batch_sampler"):
-            dataloader.batch_sampler.batch_sampler.sampler = sampler
-    return sampler
 
 
 def _is_shardable(dataset: Any, num_processes: int) -> bool:
@@ -207,20 +198,17 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if not iterable and (by_sampler or dataloader.batch_sampler is not None):
         sampler = CompatSkipSampler(dataloader.sampler if by_sampler else dataloader.batch_sampler, num_batches)
     kwargs = carried(dataloader) | _batching(dataloader, dataset, sampler, by_sampler=by_sampler)
-    stateful = getattr(dataloader, "use_stateful_dataloader", False)
+    stateful = {"use_stateful_dataloader": getattr(dataloader, "use_stateful_dataloader", False)}
+    if kind is DataLoaderDispatcher or kind is DataLoaderShard:
+        kwargs |= {
+            name: getattr(dataloader, name)
+            for name in ("iteration", "_drop_last", "_non_blocking", "torch_device_mesh")
+        }
+        kwargs["skip_batches"] = num_batches if sampler is None else 0
     if kind is DataLoaderDispatcher:
         kwargs.pop("generator")
         return DataLoaderDispatcher(
-            dataset,
-            split_batches=dataloader.split_batches,
-            skip_batches=num_batches if sampler is None else 0,
-            use_stateful_dataloader=stateful,
-            slice_fn=dataloader.slice_fn,
-            iteration=dataloader.iteration,
-            _drop_last=dataloader._drop_last,
-            _non_blocking=dataloader._non_blocking,
-            torch_device_mesh=dataloader.torch_device_mesh,
-            **kwargs,
+            dataset, split_batches=dataloader.split_batches, slice_fn=dataloader.slice_fn, **stateful, **kwargs
         )
     if kind is DataLoaderShard:
         return DataLoaderShard(
@@ -228,14 +216,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             device=dataloader.device,
             rng_types=dataloader.rng_types,
             synchronized_generator=dataloader.synchronized_generator,
-            skip_batches=num_batches if sampler is None else 0,
-            use_stateful_dataloader=stateful,
-            iteration=dataloader.iteration,
-            _drop_last=dataloader._drop_last,
-            _non_blocking=dataloader._non_blocking,
-            torch_device_mesh=dataloader.torch_device_mesh,
+            **stateful,
             **kwargs,
         )
     if sampler is None:
-        return SkipDataLoader(dataset, skip_batches=num_batches, use_stateful_dataloader=stateful, **kwargs)
+        return SkipDataLoader(dataset, skip_batches=num_batches, **stateful, **kwargs)
     return DataLoader(dataset, **kwargs)

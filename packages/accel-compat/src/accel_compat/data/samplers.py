@@ -1,36 +1,10 @@
-"""Samplers: shards of batches for each process, and orders that every process repeats."""
+"""Batch samplers with Accelerate's batches: shards of each process, and passes without their first batches."""
 
 from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
 
-import torch
-from torch.utils.data import BatchSampler, RandomSampler
-
-
-class CompatSeedableSampler(RandomSampler):
-    """A random sampler whose permutation is a function of its seed and its epoch, alike on all processes.
-
-    Attributes:
-        epoch: added to the seed; one higher after each full iteration.
-        initial_seed: the seed of epoch 0.
-    """
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator(device=torch.get_default_device())
-        self.generator.manual_seed(self.epoch + self.initial_seed)
-        yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration."""
-        self.epoch = epoch
+from torch.utils.data import BatchSampler
 
 
 class CompatBatchShard(BatchSampler):
@@ -155,8 +129,11 @@ class CompatSkipSampler(BatchSampler):
         return len(self.batch_sampler) - self.skip_batches
 
 
-def get_sampler(dataloader: Any) -> Any:
-    """Returns the sampler of single samples of a loader."""
+def set_sampler(dataloader: Any, sampler: Any) -> None:
+    """Replaces the sampler of single samples of a loader, also inside of a shard of batches."""
     if isinstance(dataloader.sampler, BatchSampler):
-        return getattr(dataloader.sampler, "sampler", None)
-    return getattr(dataloader.batch_sampler, "sampler", None)
+        dataloader.sampler.sampler = sampler
+        return
+    dataloader.batch_sampler.sampler = sampler
+    if hasattr(dataloader.batch_sampler, "batch_sampler"):
+        dataloader.batch_sampler.batch_sampler.sampler = sampler

@@ -92,7 +92,7 @@ class CompatAccelerator(
             _from_accelerator=True,
             **init,
         )
-        self._open(cpu, parallelism_config)
+        self._open(cpu=cpu, parallelism=parallelism_config)
         self._set_options(
             split_batches, dataloader_config, gradient_accumulation_steps, gradient_accumulation_plugin, rng_types
         )
@@ -111,9 +111,10 @@ class CompatAccelerator(
         if log_with not in (None, []) and not self.log_with:
             LOG.warning("`log_with=%s` was passed but no supported trackers are currently installed.", log_with)
 
-    def _open(self, cpu: bool, parallelism_config: Any) -> None:
+    def _open(self, *, cpu: bool, parallelism: Any) -> None:
         """Opens the backend of this run."""
         plugins: dict[str, Any] = {}
+        handlers = [self.autocast_handler, self.scaler_handler]
         strategy = None
         if self.distributed_type == DistributedType.DEEPSPEED:
             from accel_compat.options.deepspeed import translate_deepspeed
@@ -123,13 +124,12 @@ class CompatAccelerator(
             from accel_compat.options.fsdp_translation import translate_fsdp
 
             plugins["fsdp_plugin"] = translate_fsdp(self.state.__dict__.get("fsdp_plugin"))
-        else:
-            strategy = None if self.ddp_handler is not None else ("ddp" if self.num_processes > 1 else "single")
-        handlers = [self.autocast_handler, self.scaler_handler]
-        if self.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP) and self.num_processes > 1:
-            handlers.append(self.ddp_handler)
-        elif strategy is None and not plugins:
+        elif self.num_processes == 1:
             strategy = "single"
+        elif self.ddp_handler is None:
+            strategy = "ddp"
+        else:
+            handlers.append(self.ddp_handler)
         self._backend = open_backend(
             precision=self.state.mixed_precision,
             cpu=cpu,
@@ -137,7 +137,7 @@ class CompatAccelerator(
             handlers=[one for one in handlers if one is not None],
             strategy=strategy,
             plugins=plugins,
-            parallelism=parallelism_config,
+            parallelism=parallelism,
         ).backend
         precise = self.state.mixed_precision
         self.native_amp = precise in ("bf16", "fp8") or (precise == "fp16" and self.device.type != "cpu")
@@ -179,7 +179,7 @@ class CompatAccelerator(
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.gradient_state = SharedGradientState()
-        self._open(False, None)
+        self._open(cpu=False, parallelism=self.state.parallelism_config)
 
 
 CompatAccelerator.__name__ = CompatAccelerator.__qualname__ = "Accelerator"

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel.utils.dataclasses import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
-from accel_compat.helpers.environment import parse_flag_from_env
 from accel_compat.options.handlers import (
     CompatAutocastKwargs,
     CompatDDPKwargs,
@@ -15,6 +14,7 @@ from accel_compat.options.handlers import (
     MSAMPRecipeKwargs,
     MutableHandler,
 )
+from accel_state.environment import parse_flag_from_env
 
 
 class PluginsFixedError(NotImplementedError):

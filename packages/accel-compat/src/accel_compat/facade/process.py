@@ -88,8 +88,6 @@ class ProcessMethods:
 
     def _wrap(self, function: Any, name: str, *args: Any) -> Any:
         if function is None:
-            if "Accelerator." not in type(self).__qualname__ + ".":
-                raise ValueError("The decorator must be called with a function")
             return lambda one: self._wrap(one, name, *args)
         return _deferred(function, lambda one: getattr(SharedPartialState(), name)(one, *args))
 

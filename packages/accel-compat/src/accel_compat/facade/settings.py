@@ -1,9 +1,9 @@
 """Properties of the Accelerator that are settings of the run."""
 
+import os
 from typing import Any
 
 from accel_compat.options.handlers import DataLoaderConfiguration
-from accel_state.enums import DistributedType
 
 
 class SettingProperties:
@@ -110,8 +110,6 @@ class SettingProperties:
     @property
     def fp8_backend(self) -> Any:
         """Library of fp8."""
-        import os
-
         from accel_state.enums import FP8BackendType
 
         return FP8BackendType(os.environ.get("ACCELERATE_FP8_BACKEND", "NO"))
@@ -146,7 +144,3 @@ class SettingProperties:
         if mesh is None or axis not in mesh.mesh_dim_names:
             raise RuntimeError(f"there is no axis {axis!r} in this run; give `parallelism_config` to the Accelerator")
         return int(mesh.get_local_rank(axis))
-
-    @property
-    def _is_deepspeed(self) -> bool:
-        return bool(self.state.distributed_type == DistributedType.DEEPSPEED)

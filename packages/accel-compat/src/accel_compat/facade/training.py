@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -202,8 +203,6 @@ class TrainingMethods:
     @contextmanager
     def profile(self: Any, profile_handler: Any = None) -> Iterator[Any]:
         """Profiles the block with torch's profiler, and writes its trace if a folder is given."""
-        import os
-
         from accel_compat.options.handlers import CompatProfileKwargs
 
         handler = profile_handler or self.profile_handler or CompatProfileKwargs()
@@ -215,9 +214,15 @@ class TrainingMethods:
         profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))
         self.wait_for_everyone()
 
-    @contextmanager
     def maybe_context_parallel(
         self: Any, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
-    ) -> Iterator[None]:
-        """Within the block, sequences are sharded if context parallelism is on."""
-        yield
+    ) -> AbstractContextManager[None]:
+        """Within the block, each buffer is this rank's shard of its sequences if context parallelism is on.
+
+        Buffers are full again afterwards, except those of ``no_restore_buffers``.
+        """
+        layout = self._backend.layout
+        context: AbstractContextManager[None] = layout.sharded_buffers(
+            buffers or (), buffer_seq_dims or (), no_restore_buffers or ()
+        )
+        return context

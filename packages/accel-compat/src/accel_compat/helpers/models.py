@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from accel_compat.private import is_compiled
@@ -75,8 +74,3 @@ def is_port_in_use(port: int | None = None) -> bool:
 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
-
-
-def has_offloaded(module: nn.Module) -> bool:
-    """Whether a parameter is on the meta device."""
-    return any(parameter.device == torch.device("meta") for parameter in module.parameters())

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_compat.helpers.environment import str_to_bool
 from accel_compat.options.handlers import MutableHandler
+from accel_state.environment import str_to_bool
 
 LOG = logging.getLogger("accelerate.utils.dataclasses")
 PREFIX = "FSDP_"
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

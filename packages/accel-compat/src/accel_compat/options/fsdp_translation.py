@@ -3,23 +3,35 @@
 from typing import Any
 
 from accel_backends import FullyShardedDataParallelPlugin
+from accel_backends.core.option_parsing import offloads
+
+_SAME = (
+    "fsdp_version",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "forward_prefetch",
+    "ignored_modules",
+    "limit_all_gathers",
+    "param_init_fn",
+    "state_dict_type",
+)
 
 
 def translate_fsdp(plugin: Any) -> Any:
     """Returns accel's options; those that version 2 has no use for are left out."""
     if plugin is None:
         return FullyShardedDataParallelPlugin()
-    second = plugin.fsdp_version == 2
-    fields: dict[str, Any] = {
-        "fsdp_version": plugin.fsdp_version,
-        "activation_checkpointing": plugin.activation_checkpointing,
-        "state_dict_type": plugin.state_dict_type,
-    }
-    if second:
+    fields: dict[str, Any] = {name: getattr(plugin, name) for name in _SAME}
+    fields["cpu_offload"] = offloads(plugin.cpu_offload)
+    if getattr(plugin.cpu_offload, "pin_memory", None) is False:
+        fields["pin_memory"] = False  # True, which is torch's default too, is left to the device: a CPU cannot pin
+    if plugin.fsdp_version == 2:
         fields["reshard_after_forward"] = plugin.reshard_after_forward
     else:
         fields["sharding_strategy"] = plugin.sharding_strategy.name
         fields["use_orig_params"] = plugin.use_orig_params
+    if plugin.backward_prefetch is not None:
+        fields["backward_prefetch"] = plugin.backward_prefetch.name
     if plugin.transformer_cls_names_to_wrap:
         fields["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         fields["transformer_cls_names_to_wrap"] = plugin.transformer_cls_names_to_wrap

@@ -3,24 +3,13 @@
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from accel_backends.ddp.comm_hooks import DDPCommunicationHookType
-
-
-@contextmanager
-def _without_environment() -> Iterator[None]:
-    held = dict(os.environ)
-    os.environ.clear()
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(held)
+from accel_state.environment import clear_environment, str_to_bool
 
 
 class MutableHandler:
@@ -32,7 +21,7 @@ class MutableHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Returns the fields that differ from those of a new object."""
-        with _without_environment():
+        with clear_environment():
             default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if default.get(name) != value}
 
@@ -163,40 +152,11 @@ class CompatProfileKwargs(MutableHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def _get_profiler_activity(self, activity: str) -> Any:
-        from torch.profiler import ProfilerActivity
-
-        known = {
-            name.lower(): getattr(ProfilerActivity, name)
-            for name in ("CPU", "XPU", "MTIA", "CUDA", "HPU")
-            if hasattr(ProfilerActivity, name)
-        }
-        if activity not in known:
-            raise ValueError(f"Invalid profiler activity: {activity}. Must be one of {list(known)}.")
-        return known[activity]
-
     def build(self) -> Any:
         """Returns a profiler with these options."""
-        import torch
+        from accel.utils.dataclasses import ProfileKwargs
 
-        activities = None
-        if self.activities is not None:
-            activities = [self._get_profiler_activity(one) for one in self.activities]
-        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
-        return torch.profiler.profile(
-            activities=activities,
-            schedule=schedule,
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
-        )
-
-
-def _dynamo_backend() -> Any:
-    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+        return ProfileKwargs(**vars(self)).build()
 
 
 @dataclass
@@ -212,11 +172,10 @@ class CompatDynamoPlugin(MutableHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        from accel_compat.helpers.environment import str_to_bool
         from accel_state.enums import DynamoBackend
 
         if self.backend is None:
-            self.backend = _dynamo_backend()
+            self.backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
         self.backend = DynamoBackend(str(self.backend).upper())
         prefix = "ACCELERATE_DYNAMO_"
         if self.mode is None:

@@ -3,10 +3,10 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-from accel_compat.helpers.environment import parse_choice_from_env, parse_flag_from_env
 from accel_compat.state.process_state import _FACTS, SharedPartialState
 from accel_compat.state.shared import SharedAttributes
 from accel_state.enums import DistributedType
+from accel_state.environment import parse_choice_from_env, parse_flag_from_env
 
 PRECISIONS = ("no", "fp8", "fp16", "bf16")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from accel_compat.helpers.environment import parse_flag_from_env
 from accel_compat.state.shared import SharedAttributes
 from accel_state.enums import DistributedType
+from accel_state.environment import parse_flag_from_env
 from accel_state.session import Session
 
 _FACTS = (
@@ -39,7 +39,7 @@ class SharedPartialState(SharedAttributes):
         super().__init__()
         if not self.initialized:
             self._open(cpu, kwargs)
-        self.fork_launched = parse_flag_from_env("FORK_LAUNCHED", 0)
+        self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
 
     def _open(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         kwargs.pop("_use_sagemaker_dp", None)

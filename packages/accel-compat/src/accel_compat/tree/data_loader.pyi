@@ -5,9 +5,9 @@ from accel_compat.data.loaders import DataLoaderShard as DataLoaderShard
 from accel_compat.data.loaders import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_compat.data.iterable import CompatIterableShard as IterableDatasetShard
 from accel_compat.absent import MpDeviceLoaderWrapper as MpDeviceLoaderWrapper
-from accel_compat.data.samplers import CompatSeedableSampler as SeedableRandomSampler
+from accel_data import SeedableRandomSampler as SeedableRandomSampler
 from accel_compat.data.samplers import CompatSkipSampler as SkipBatchSampler
 from accel_compat.data.loaders import SkipDataLoader as SkipDataLoader
-from accel_compat.data.samplers import get_sampler as get_sampler
+from accel_data import get_sampler as get_sampler
 from accel_compat.data.prepare import prepare_data_loader as prepare_data_loader
 from accel_compat.data.prepare import skip_first_batches as skip_first_batches

@@ -224,8 +224,8 @@ from accel_inference import offload_state_dict as offload_state_dict
 from accel_inference import offload_weight as offload_weight
 from accel_compat.helpers.operations import pad_across_processes as pad_across_processes
 from accel.utils.operations import pad_input_tensors as pad_input_tensors
-from accel_compat.helpers.environment import parse_choice_from_env as parse_choice_from_env
-from accel_compat.helpers.environment import parse_flag_from_env as parse_flag_from_env
+from accel_state.environment import parse_choice_from_env as parse_choice_from_env
+from accel_state.environment import parse_flag_from_env as parse_flag_from_env
 from accel.utils.environment import patch_environment as patch_environment
 from accel_compat.absent import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
 from accel_compat.absent import prepare_multi_gpu_env as prepare_multi_gpu_env
@@ -247,7 +247,7 @@ from accel_inference import set_module_tensor_to_device as set_module_tensor_to_
 from accel.utils.environment import set_numa_affinity as set_numa_affinity
 from accel.utils.random import set_seed as set_seed
 from accel.utils.operations import slice_tensors as slice_tensors
-from accel_compat.helpers.environment import str_to_bool as str_to_bool
+from accel_state.environment import str_to_bool as str_to_bool
 from accel.utils.random import synchronize_rng_state as synchronize_rng_state
 from accel.utils.random import synchronize_rng_states as synchronize_rng_states
 from accel_compat.absent import torchao_required as torchao_required

@@ -10,9 +10,9 @@ from accel.utils.environment import get_driver_version as get_driver_version
 from accel.utils.environment import get_gpu_info as get_gpu_info
 from accel.utils.environment import get_int_from_env as get_int_from_env
 from accel.utils.environment import override_numa_affinity as override_numa_affinity
-from accel_compat.helpers.environment import parse_choice_from_env as parse_choice_from_env
-from accel_compat.helpers.environment import parse_flag_from_env as parse_flag_from_env
+from accel_state.environment import parse_choice_from_env as parse_choice_from_env
+from accel_state.environment import parse_flag_from_env as parse_flag_from_env
 from accel.utils.environment import patch_environment as patch_environment
 from accel.utils.environment import purge_accelerate_environment as purge_accelerate_environment
 from accel.utils.environment import set_numa_affinity as set_numa_affinity
-from accel_compat.helpers.environment import str_to_bool as str_to_bool
+from accel_state.environment import str_to_bool as str_to_bool

@@ -63,6 +63,6 @@ from accel.utils.imports import is_wandb_available as is_wandb_available
 from accel.utils.imports import is_weights_only_available as is_weights_only_available
 from accel.utils.imports import is_xccl_available as is_xccl_available
 from accel.utils.imports import is_xpu_available as is_xpu_available
-from accel_compat.helpers.environment import parse_flag_from_env as parse_flag_from_env
-from accel_compat.helpers.environment import str_to_bool as str_to_bool
+from accel_state.environment import parse_flag_from_env as parse_flag_from_env
+from accel_state.environment import str_to_bool as str_to_bool
 from accel_compat.absent import torchao_required as torchao_required

@@ -1,0 +1,35 @@
+"""Files of torch and of safetensors."""
+
+import io
+
+import pytest
+import torch
+
+from accel_compat.checkpoints.pickles import load, save
+
+
+def test_tensors_mapped_from_a_file_keep_their_values_when_it_is_saved_again(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    save({"weight": torch.ones(4096)}, path)
+    mapped = load(path, mmap=True)["weight"]
+    save({"weight": torch.zeros(4096)}, path)
+    assert torch.equal(mapped, torch.ones(4096))
+    assert torch.equal(load(path)["weight"], torch.zeros(4096))
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_failed_save_leaves_the_file_and_nothing_beside_it(tmp_path, safe):
+    path = tmp_path / "model"
+    save({"weight": torch.ones(2)}, path, safe_serialization=safe)
+    before = path.read_bytes()
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        save({"weight": lambda: None}, path, safe_serialization=safe)
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]
+    assert path.read_bytes() == before
+
+
+def test_an_open_file_is_written_to():
+    file = io.BytesIO()
+    save({"step": 3}, file)
+    file.seek(0)
+    assert load(file) == {"step": 3}

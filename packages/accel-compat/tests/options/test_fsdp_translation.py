@@ -1,0 +1,35 @@
+"""accel's options of FSDP with the values of Accelerate's plugin."""
+
+import pytest
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from accel_backends.fsdp.config import BackwardPrefetch
+from accel_compat.options.fsdp import CompatFSDPPlugin
+from accel_compat.options.fsdp_translation import translate_fsdp
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"fsdp_version": 2, "cpu_offload": True}, {"cpu_offload": True, "pin_memory": None}),
+        ({"fsdp_version": 2}, {"cpu_offload": False}),
+        ({"fsdp_version": 1, "cpu_offload": True, "use_orig_params": True}, {"cpu_offload": True}),
+        ({"fsdp_version": 2, "ignored_modules": "head"}, {"ignored_modules": "head"}),
+        (
+            {"fsdp_version": 2, "activation_checkpointing": True, "activation_checkpointing_offload": True},
+            {"activation_checkpointing_offload": True},
+        ),
+        (
+            {"fsdp_version": 1, "use_orig_params": True, "limit_all_gathers": False, "forward_prefetch": True},
+            {"limit_all_gathers": False, "forward_prefetch": 1},
+        ),
+        (
+            {"fsdp_version": 1, "use_orig_params": True, "backward_prefetch": "BACKWARD_POST"},
+            {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        ),
+        ({"fsdp_version": 2, "cpu_offload": CPUOffloadPolicy(pin_memory=False)}, {"pin_memory": False}),
+    ],
+)
+def test_options_of_the_plugin_are_those_of_the_backend(given, expected):
+    made = translate_fsdp(CompatFSDPPlugin(**given))
+    assert {name: getattr(made, name) for name in expected} == expected
