@@ -13,7 +13,7 @@ from accel_megatron import MegatronLMPlugin
 VOCABULARY, LENGTH, STEPS = 64, 12, 3
 
 
-def make_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(kind: str) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     with torch.no_grad():  # biases and norms start as constants, which would hide a permutation
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    return model.to(dtype)
+    return model
 
 
 def samples(replica: int, step: int, count: int = 4) -> dict[str, torch.Tensor]:

@@ -16,9 +16,9 @@ def assert_trains_as_one_process(
     from loops import accelerator, largest_difference, make_model, optimizer_of, reference, train
 
     with accelerator(gradient_accumulation_steps=accumulation, **options) as one:
-        replicas = one.num_processes // (options.get("tp_degree", 1) * options.get("pp_degree", 1))
-        stages_of = options.get("tp_degree", 1)
-        replica = one.process_index // stages_of % replicas
+        tensor, pipeline = options.get("tp_degree", 1), options.get("pp_degree", 1)
+        replicas = one.num_processes // (tensor * pipeline)
+        replica = one.process_index // tensor % replicas
         expected = make_model(kind)
         losses = reference(expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip)
         source = make_model(kind)
@@ -26,9 +26,7 @@ def assert_trains_as_one_process(
         found = train(one, model, prepared, replica, accumulation=accumulation, clip=clip)
         if replica == 0:
             assert found == pytest.approx(losses, abs=tolerance)
-        state = one.get_state_dict(model)
-        if state:
-            assert largest_difference(state, expected.state_dict()) < tolerance
+        assert largest_difference(one.get_state_dict(model), expected.state_dict()) < tolerance
 
 
 @pytest.mark.ranks(1)

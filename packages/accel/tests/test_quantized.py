@@ -1,5 +1,7 @@
 """Adapters are trained on a base whose weights are quantized, on one rank and several."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,16 @@ def quantized(kind: str) -> nn.Module:
     )
 
 
-def train(kind: str, rank: int) -> None:
+@dataclass(frozen=True)
+class Trained:
+    """What ten steps leave: their losses, how far the base's outputs have moved, and every rank's adapter."""
+
+    losses: list[float]
+    moved: float
+    adapters: torch.Tensor
+
+
+def train(kind: str, rank: int) -> Trained:
     accelerator = Accelerator(cpu=True)
     model = quantized(kind)
     for parameter in model.base.parameters():
@@ -51,19 +62,22 @@ def train(kind: str, rank: int) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     own = accelerator.unwrap_model(model)
-    assert losses[-1] < losses[0]
     with torch.no_grad():
-        assert torch.equal(own.base(x), before)
-    every = accelerator.gather(own.up.weight.detach()[None].clone())
-    assert all(torch.equal(every[0], one) for one in every)
+        moved = (own.base(x) - before).abs().max().item()
+    return Trained(losses, moved, accelerator.gather(own.up.weight.detach()[None].clone()))
 
 
 @pytest.mark.parametrize("kind", ["int8", "8bit", "4bit"])
 def test_adapters_learn_on_a_quantized_base(kind: str) -> None:
-    train(kind, 0)
+    found = train(kind, 0)
+    assert found.losses[-1] < found.losses[0]
+    assert found.moved == 0
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["int8", "8bit", "4bit"])
 def test_adapters_of_two_ranks_learn_the_same(rank: int, kind: str) -> None:
-    train(kind, rank)
+    found = train(kind, rank)
+    assert found.losses[-1] < found.losses[0]
+    assert found.moved == 0
+    assert torch.equal(*found.adapters)

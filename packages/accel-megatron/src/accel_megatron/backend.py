@@ -92,7 +92,6 @@ class MegatronBackend(ModuleBackend):
         state = {name: value.detach().to(self.device) for name, value in model_state(source).items()}
         if self.session.world_size > 1:
             broadcast(list(state.values()), group=self.session.group)
-        dtype = self.policy.params or next(iter(state.values())).dtype
         trained = {name: p.requires_grad for name, p in named_parameters(source).items()}
         devices = [self.device] if self.device.type == "cuda" else []
         # Megatron-LM's wrapper follows the graph of each parameter, also if the caller has turned gradients off.
@@ -101,7 +100,7 @@ class MegatronBackend(ModuleBackend):
 
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
             chunk = build_stage(
-                transformer_config(options, architecture, dtype),
+                transformer_config(options, architecture),
                 architecture,
                 local_tensors(architecture, state),
                 self.device,

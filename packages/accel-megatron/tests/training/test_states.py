@@ -36,6 +36,4 @@ def test_a_checkpoint_continues_with_other_degrees(rank, tmp_path, before, after
     expected = run(before, range(4))
     run(before, range(2), save=True)
     continued = run(after, range(2, 4), load=True)
-    assert bool(continued) == bool(expected)
-    if expected:  # on rank 0
-        assert largest_difference(continued, expected) < 1e-4
+    assert largest_difference(continued, expected) < 1e-4

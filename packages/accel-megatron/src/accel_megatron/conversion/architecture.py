@@ -1,7 +1,7 @@
 """Architectures of Transformers models that megatron-core's ``GPTModel`` computes, and their rules of conversion."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -42,6 +42,7 @@ class Architecture:
         last: rules of what stands behind the layers; the head is among them if it is not tied.
         head: rule of the head, which a last stage has even if it is tied.
         tied: whether the head is the embedding.
+        rotary: whether positions are rotary, not learned.
     """
 
     transformer: Mapping[str, Any]
@@ -53,7 +54,7 @@ class Architecture:
     last: Mapping[str, Rule]
     head: Rule
     tied: bool
-    rotary: bool = field(default=True)
+    rotary: bool = True
 
     def check_degrees(self, tensor: int, pipeline: int) -> None:
         """Raises PrepareError for degrees that do not divide the model."""
@@ -68,10 +69,6 @@ class Architecture:
                 f"{self.num_layers} layers are not divisible by pp_degree={pipeline}; nearest: "
                 f"{_nearest(self.num_layers, pipeline)}"
             )
-
-    def stage_of(self, number: int, pipeline: int) -> int:
-        """Returns the pipeline stage of layer ``number``."""
-        return number // (self.num_layers // pipeline)
 
     def rules(self, stage: int, pipeline: int) -> Iterator[tuple[str, Rule]]:
         """Yields the name in megatron-core's model of a stage, and the rule, of each of its tensors."""

@@ -102,7 +102,7 @@ class MegatronEngine(nn.Module):
 
             return output, loss
 
-        return self._broadcast(self._run(step, batch, count, forward_only=False), (), batch.dtype(self)) / count
+        return self._broadcast(self._run(step, batch, count, forward_only=False), ()) / count
 
     def _evaluate(self, batch: "TokenBatch", count: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         from megatron.core import parallel_state
@@ -120,7 +120,7 @@ class MegatronEngine(nn.Module):
             gathered = [torch.empty_like(shard) for _ in range(group.size())]
             dist.all_gather(gathered, shard.contiguous(), group=group)
             logits = torch.cat(gathered, -1)
-        full = self._broadcast([] if logits is None else [logits], (*batch.ids.shape, width), batch.dtype(self))
+        full = self._broadcast([] if logits is None else [logits], (*batch.ids.shape, width))
         loss = functional.cross_entropy(full.flatten(0, 1), batch.targets.flatten()) if batch.labelled else None
         return loss, full
 
@@ -142,12 +142,12 @@ class MegatronEngine(nn.Module):
             )
         return found
 
-    def _broadcast(self, found: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _broadcast(self, found: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         """Returns the sum of what the last stage has found, on every stage."""
         from megatron.core import parallel_state
 
-        device = next(self.parameters()).device
-        total = torch.stack(found).sum(0) if found else torch.empty(shape, dtype=dtype, device=device)
+        own = next(self.parameters())
+        total = torch.stack(found).sum(0) if found else torch.empty(shape, dtype=own.dtype, device=own.device)
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1:
             dist.broadcast(total, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
@@ -193,11 +193,6 @@ class TokenBatch:
         tensors = (self.ids, self.positions, self.mask, self.targets)
         for ids, positions, mask, targets in zip(*(one.chunk(count) for one in tensors), strict=True):
             yield TokenBatch(ids, positions, mask, targets, self.labelled)
-
-    def dtype(self, engine: nn.Module) -> torch.dtype:
-        """Dtype of losses and logits, which are in fp32 if the model computes in 16 bits."""
-        dtype = next(engine.parameters()).dtype
-        return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 @final

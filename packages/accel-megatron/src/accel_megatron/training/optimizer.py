@@ -70,13 +70,11 @@ class EngineOptimizer:
         from megatron.core import parallel_state
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-        from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+        from megatron.core.optimizer.optimizer import FP32Optimizer
 
-        half = self.engine.chunk.config.bf16
         config = OptimizerConfig(
             optimizer="adam",
-            bf16=half,
-            params_dtype=torch.bfloat16 if half else torch.float32,
+            params_dtype=torch.float32,
             use_distributed_optimizer=self._distributed,
             clip_grad=0.0,
         )
@@ -96,11 +94,7 @@ class EngineOptimizer:
             )
             wrapped.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
         else:
-            wrapped = (
-                Float16OptimizerWithFloat16Params(self.optimizer, config, None, None)
-                if half
-                else FP32Optimizer(self.optimizer, config, None)
-            )
+            wrapped = FP32Optimizer(self.optimizer, config, None)
             wrapped.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
         wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
         return wrapped
@@ -192,17 +186,13 @@ class EngineOptimizer:
     def _inner(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Returns what the torch optimizer updates for a parameter on this rank; None: it is on other ranks."""
         if not self._distributed:
-            return getattr(parameter, "main_param", parameter)
-        pairs = (
-            (self._megatron.model_fp32_groups, self._megatron.shard_fp32_groups),
-            (self._megatron.model_float16_groups, self._megatron.shard_fp32_from_float16_groups),
-        )
-        for models, shards in pairs:
-            for group, sharded in zip(models, shards, strict=True):
-                for one, shard in zip(group, sharded, strict=True):
-                    if one is parameter:
-                        found: torch.Tensor = shard
-                        return found
+            return parameter
+        groups = zip(self._megatron.model_fp32_groups, self._megatron.shard_fp32_groups, strict=True)
+        for group, shards in groups:
+            for one, shard in zip(group, shards, strict=True):
+                if one is parameter:
+                    found: torch.Tensor = shard
+                    return found
         return None
 
     def _part(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from accel_state.errors import BackendError
 
 @final
 class MegatronEngines:
-    """MegatronEngines, and the optimizer of each that has one."""
+    """Engines of a backend, and the optimizer of each that has one."""
 
     def __init__(self) -> None:
         self._engines: list[MegatronEngine] = []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _SETS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def transformer_config(options: "MegatronConfig", architecture: Architecture, dtype: torch.dtype) -> Any:
+def transformer_config(options: "MegatronConfig", architecture: Architecture) -> Any:
     """Returns megatron-core's ``TransformerConfig`` of a model under these options.
 
     Raises:
@@ -39,16 +39,14 @@ def transformer_config(options: "MegatronConfig", architecture: Architecture, dt
         if options.recompute_granularity == "full":
             values["recompute_method"] = options.recompute_method
             values["recompute_num_layers"] = options.recompute_num_layers
-    half = dtype == torch.bfloat16
     return TransformerConfig(
         **values,
         tensor_model_parallel_size=options.tp_degree,
         pipeline_model_parallel_size=options.pp_degree,
         sequence_parallel=options.sequence_parallelism,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=half,
-        attention_softmax_in_fp32=options.attention_softmax_in_fp32 and half,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        attention_softmax_in_fp32=False,  # a cast that scores in fp32 do not need
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -83,7 +81,6 @@ def build_stage(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
@@ -111,10 +108,7 @@ def build_stage(
         own[name].requires_grad_(flags.pop())
         # megatron-core marks weights only when it initialises them; norms of gradients count unmarked ones once.
         own[name].tensor_model_parallel = rule.dim is not None
-    if config.bf16:
-        model = Float16Module(config, model)
     wrapping = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.bf16,
         overlap_grad_reduce=False,
         use_distributed_optimizer=distributed_optimizer,
     )
