@@ -2,12 +2,15 @@
 
 import json
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 from ci.check_wheels import projects
-from ci.release import digests, git, release
+from ci.release import ROOT, digests, git, release
 
 
 @pytest.mark.slow
@@ -29,3 +32,15 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old.whl").touch()
     with pytest.raises(SystemExit, match="new or empty folder"):
         release(tmp_path)
+
+
+def test_the_conda_package_has_every_package_and_what_they_need() -> None:
+    recipe = yaml.safe_load((ROOT / "ci" / "conda" / "meta.yaml").read_text(encoding="utf-8"))
+    tables = [
+        tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in ROOT.glob("packages/*/pyproject.toml")
+    ]
+    assert set(recipe["test"]["imports"]) == {table["name"].replace("-", "_") for table in tables}
+    needed = {Requirement(text).name for table in tables for text in table["dependencies"]}
+    own = {table["name"] for table in tables}
+    listed = {text.split()[0] for text in recipe["requirements"]["run"]}
+    assert listed == {"python", *(name.replace("torch", "pytorch") for name in needed - own)}

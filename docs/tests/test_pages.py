@@ -1,5 +1,6 @@
 """Code on the pages runs as it stands, on one process and on two, and links lead to something."""
 
+import ast
 import os
 import re
 import sys
@@ -16,9 +17,23 @@ from docs.tests.pages import FENCE, ON_CPU, PAGES, README, ROOT, WITH_PYTHON, Bl
 COMMANDS = ("accel", "python", "pytest")
 
 
-def run_blocks(page: str) -> None:
-    """Runs a page's Python under the page's name and lines."""
-    exec(compile(script_of(page), str(ROOT / page), "exec"), {"__name__": "__main__"})
+def run_blocks(page: str) -> set[str]:
+    """Runs a page's Python under the page's name and lines, and returns the names that it has bound."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(script_of(page), str(ROOT / page), "exec"), names)
+    return set(names)
+
+
+def bound_by(page: str) -> set[str]:
+    """Names that the page's blocks of Python import or assign, block by block."""
+    bound: set[str] = set()
+    for block in shown(page):
+        for node in ast.parse(block.text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.Assign):
+                bound |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return bound
 
 
 def commands_of(page: str) -> list[Block]:
@@ -38,6 +53,40 @@ def environment(extra: Mapping[str, str] = ON_CPU) -> dict[str, str]:
 # Other tests run the same commands; those of the other pages take one launch each.
 LONG = ("docs/guides/planner.md", "docs/guides/testing.md")
 WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in commands_of(page))]
+# What a page says that its commands print, in this order.
+SAID = {
+    "docs/get-started/first-script.md": (
+        "resumed in epoch 1 after 0 samples",
+        "SIGKILL",
+        "resumed in epoch 1 after 128 samples",
+        "done on 2 ranks",
+    ),
+    "docs/get-started/scaling.md": (
+        "8 optimizer steps of 32 samples on 1 ranks",
+        "8 optimizer steps of 32 samples on 2 ranks",
+    ),
+    "docs/tutorials/elastic.md": (
+        "3 ranks start at sample 0",
+        "4 steps of 24 samples",
+        "2 ranks start at sample 96",
+        "6 steps of 24 samples",
+    ),
+    "docs/tutorials/fsdp-planner.md": (
+        "->  fsdp:shard_grad_op",
+        "fsdp:shard_grad_op: it needs",
+        "2102272 of 4204544 parameters",
+    ),
+    "docs/tutorials/hang-report.md": (
+        "Collective",
+        "rank 0",
+        "hang.py:9",
+        "rank 1",
+        "hang.py:10",
+        "if accelerator.is_main_process:",
+    ),
+    "docs/tutorials/own-loop.md": ("rank 0 of 1 starts at sample 0", "of 2 starts at sample 48"),
+    "docs/tutorials/transformers.md": ("of 50", "resumed on 1 ranks in epoch 1", "of 50"),
+}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +99,7 @@ WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for bloc
 )
 def test_python_of_a_page_runs_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_blocks(page)
+    assert bound_by(page) <= run_blocks(page)
 
 
 @pytest.mark.gpu
@@ -58,20 +107,27 @@ def test_python_of_a_page_runs_in_order(page: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_of_a_page_runs_on_an_accelerator(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_blocks(page)
+    assert bound_by(page) <= run_blocks(page)
 
 
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in WITH_COMMANDS]
 )
 def test_commands_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
+    said = ""
     for block in commands_of(page):
         if block.file:
             path = tmp_path / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
         else:
-            run_command(["bash", "-euc", block.text], cwd=tmp_path, env=environment(), timeout=240).check()
+            said += (
+                run_command(["bash", "-euc", block.text], cwd=tmp_path, env=environment(), timeout=240).check().output
+            )
+    rest = said
+    for line in SAID.get(page, ()):
+        _, found, rest = rest.partition(line)
+        assert found, f"{line!r} is not in its place of\n{said}"
 
 
 def train_script(folder: Path) -> Path:

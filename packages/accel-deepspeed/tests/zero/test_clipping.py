@@ -70,7 +70,9 @@ def layers_of(model: nn.Module) -> Callable[..., list[nn.Parameter]]:
     return lambda *numbers: [p for number in numbers or (0, 2, 4) for p in model[number].parameters()]  # type: ignore[index]
 
 
-def train_beside(stage: int, device: str, clip: Callable[[Side], Iterable[torch.Tensor]], *, rank: int) -> None:
+def assert_clipped_as_one_process(
+    stage: int, device: str, clip: Callable[[Side], Iterable[torch.Tensor]], *, rank: int
+) -> None:
     """Three steps of windows of two, clipped by ``clip``: the norms and the weights are those of one process."""
     reference, model = make_net(), make_net()
     plain = momentum(reference)
@@ -102,14 +104,14 @@ def train_beside(stage: int, device: str, clip: Callable[[Side], Iterable[torch.
     ],
 )
 def test_any_norm_clips(rank: int, stage: int, device: str, norm_type: float) -> None:
-    train_beside(stage, device, lambda side: [side.norm(side.layers(), 0.3, norm_type)], rank=rank)
+    assert_clipped_as_one_process(stage, device, lambda side: [side.norm(side.layers(), 0.3, norm_type)], rank=rank)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize(("stage", "device"), PLACES)
 def test_some_of_the_parameters_are_clipped(rank: int, stage: int, device: str, norm_type: float) -> None:
     """Each layer to a norm of its own, the middle one not at all."""
-    train_beside(
+    assert_clipped_as_one_process(
         stage,
         device,
         lambda side: [side.norm(side.layers(0), 0.1, norm_type), side.norm(side.layers(4), 0.2, norm_type)],
@@ -141,7 +143,7 @@ def value_of_a_part(side: Side) -> list[torch.Tensor]:
 def test_clips_follow_each_other(
     rank: int, stage: int, device: str, clip: Callable[[Side], Iterable[torch.Tensor]]
 ) -> None:
-    train_beside(stage, device, clip, rank=rank)
+    assert_clipped_as_one_process(stage, device, clip, rank=rank)
 
 
 @pytest.mark.parametrize("layers", [(), (0, 4)])
