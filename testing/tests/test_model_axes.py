@@ -8,45 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, with_exact_loss
 from accel_testing.equivalence.equivalence import assert_equivalent
 from accel_testing.equivalence.program import Program
 from accel_testing.ranks.pool import RankPool
 
-STEPS, SAMPLES, LENGTH, VOCABULARY = 4, 8, 8, 32
-
-
-def next_token_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | None = None,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """transformers' loss of the next token in the dtype of the logits, where the original computes in float32."""
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-    total = nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
-    return total / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+STEPS, SAMPLES, LENGTH = 4, 8, 8
 
 
 def llama(*, tied: bool = False) -> Program:
     """A tiny Llama and its own loss, with clipping that bites."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    model.loss_function = next_token_loss
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2}
+    model = with_exact_loss(tiny_llama(**sizes, tie_word_embeddings=tied, use_cache=False))
     batches = torch.randint(0, VOCABULARY, (STEPS, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     return Program(model, loss_of, list(batches), clip=0.5)
 

@@ -7,8 +7,9 @@ from accel_backends.parallel.derive import derive_plan
 from accel_backends.parallel.plan import model_plan
 from accel_backends.parallel.styles import STYLES, FusedColwise
 from accel_state.errors import PrepareError
+from accel_testing.equivalence.causal_lms import tiny_gpt2
 
-from .tiny_models import gpt2, llama, mixtral
+from .tiny_models import llama, mixtral
 
 
 def styles(plan):
@@ -20,7 +21,7 @@ def test_llama_has_the_plan_that_transformers_gives_it():
 
 
 def test_gpt2_has_fused_projections_and_a_tied_embedding():
-    found = styles(derive_plan(gpt2(), 2))
+    found = styles(derive_plan(tiny_gpt2(), 2))
     assert found["transformer.h.*.attn.c_attn"] == FusedColwise((32, 32, 32))
     assert found["transformer.wte"] == STYLES["embedding_rowwise"]
     assert found["lm_head"] == STYLES["colwise_gather_output"]

@@ -15,6 +15,7 @@ from accel_backends.ops.dtensor import placed_like
 from accel_backends.parallel.derive import derive_plan
 from accel_backends.parallel.tensor_parallel import apply_tensor_parallel
 from accel_state.errors import PrepareError
+from accel_testing.equivalence.causal_lms import tiny_gpt2
 
 from .tiny_models import (
     MODELS,
@@ -22,7 +23,6 @@ from .tiny_models import (
     assert_states_equal,
     distance,
     full,
-    gpt2,
     llama,
     next_token_loss,
     tokens,
@@ -239,7 +239,7 @@ def test_an_optimizer_that_has_stepped_goes_on_after_rebinding(rank):
 
 @pytest.mark.ranks(2)
 def test_a_copy_of_the_model_computes_with_its_own_parameters(rank):
-    model = gpt2()
+    model = tiny_gpt2()
     apply_tensor_parallel(model, tp_mesh())
     copied = deepcopy(model)
     for parameter in model.parameters():

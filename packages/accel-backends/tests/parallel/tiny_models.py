@@ -7,33 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCABULARY, LENGTH, BATCH = 64, 16, 2
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama
+
+LENGTH, BATCH = 16, 2
 
 
 def llama(*, tie: bool = False, heads: int = 4, blocks: int = 2, **options: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=blocks,
-        num_attention_heads=8,
-        num_key_value_heads=heads,
-        tie_word_embeddings=tie,
-        **options,
-    )
-    return LlamaForCausalLM(config)
-
-
-def gpt2(**options: Any) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, **dropouts, **options)
+    return tiny_llama(
+        num_hidden_layers=blocks, num_attention_heads=8, num_key_value_heads=heads, tie_word_embeddings=tie, **options
     )
 
 
@@ -77,7 +58,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama tied": lambda: llama(tie=True),
     "llama of 5 blocks": lambda: llama(tie=True, blocks=5),
-    "gpt2": gpt2,
+    "gpt2": tiny_gpt2,
     "mixtral": mixtral,
     "qwen3": qwen3,
 }

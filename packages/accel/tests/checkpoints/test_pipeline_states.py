@@ -10,24 +10,13 @@ from accel import Accelerator
 from accel_backends import PipelineParallelConfig
 from accel_state import ParallelismConfig
 from accel_testing import RankPool
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, with_exact_loss
 
-VOCABULARY = 64
 STEPS = 3
 
 
 def gpt2() -> Any:
-    """A model whose embedding is its head, with a loss in its own dtype, where transformers computes losses in fp32."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    def mean_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
-
-    torch.manual_seed(0)
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, **dropouts)
-    model: Any = GPT2LMHeadModel(config)
-    model.loss_function = mean_loss
-    return model.double()
+    return with_exact_loss(tiny_gpt2()).double()
 
 
 def batches(first: int) -> list[dict[str, torch.Tensor]]:
@@ -101,3 +90,5 @@ def test_an_exported_model_has_all_stages(rank_pool: RankPool, tmp_path: Any) ->
     missing, unknown = model.load_state_dict(found, strict=False)
     assert not unknown
     assert missing == ["lm_head.weight"]
+    for name, value in gpt2().state_dict().items():
+        assert name in missing or found[name].equal(value), name

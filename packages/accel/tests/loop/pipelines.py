@@ -10,44 +10,17 @@ from torch import nn
 from accel import Accelerator
 from accel_backends import PipelineParallelConfig
 from accel_state import ParallelismConfig
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, with_exact_loss
 
-VOCABULARY, LENGTH, SAMPLES, BATCH = 64, 12, 48, 4
+LENGTH, SAMPLES, BATCH = 12, 48, 4
 
 
 def llama(*, tie: bool = False, blocks: int = 4) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=blocks,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=tie,
-    )
-    return with_exact_loss(LlamaForCausalLM(config))
+    return with_exact_loss(tiny_llama(num_hidden_layers=blocks, tie_word_embeddings=tie))
 
 
 def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, **dropouts)
-    return with_exact_loss(GPT2LMHeadModel(config))
-
-
-def with_exact_loss(model: Any) -> nn.Module:
-    """The model with a loss in its own dtype, where transformers computes losses in fp32."""
-    model.loss_function = next_token_loss
-    return model
-
-
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
-    """Mean over all tokens with a label."""
-    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+    return with_exact_loss(tiny_gpt2(n_layer=4))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from accel_state.errors import BackendError, ConfigError, PrepareError
+from accel_testing.equivalence.causal_lms import next_token_loss
 
 from .pipelines import (
     Texts,
@@ -12,7 +13,6 @@ from .pipelines import (
     gpt2,
     llama,
     loader,
-    next_token_loss,
     optimizer_of,
     train_plainly,
 )
@@ -126,6 +126,20 @@ def test_calls_that_cannot_be_exact_are_refused(rank):
         model(**batch, output_hidden_states=True)
     with pytest.raises(BackendError, match="is on another rank of the pipeline"):
         accelerator.unwrap_model(model)(batch["input_ids"])
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_a_norm_that_is_not_positive_or_not_finite_is_refused(rank):
+    accelerator, model = prepared()
+    accelerator.backward(model(**batch_of(4)).loss)
+    with pytest.raises(BackendError, match=r"norm_type is -1.0; expected a positive number"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=-1.0)
+    if rank == 0:
+        next(model.parameters()).grad.fill_(torch.inf)
+    culprit = "none on this rank" if rank else "model.embed_tokens.weight"
+    with pytest.raises(BackendError, match=rf"gradient norm \(p=2\) is inf; gradients with nan or inf: {culprit}"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     accelerator.end_training()
 
 

@@ -14,44 +14,16 @@ from accel import Accelerator
 from accel.utils import TorchContextParallelConfig, TorchTensorParallelConfig
 from accel_state import ParallelismConfig, PrepareError
 from accel_testing import RankPool
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, with_exact_loss
 from accel_testing.equivalence.compare import assert_close_state
 
-VOCABULARY, LENGTH, GLOBAL_BATCH, STEPS = 64, 16, 8, 3
+LENGTH, GLOBAL_BATCH, STEPS = 16, 8, 3
 Degrees = Mapping[str, Any]
 
 
 def llama(*, tied: bool = False) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        tie_word_embeddings=tied,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).double()
-    model.loss_function = loss_in_double
-    return model
-
-
-def loss_in_double(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: torch.Tensor | None = None,
-    shift_labels: torch.Tensor | None = None,
-    **_: Any,
-) -> torch.Tensor:
-    """transformers' loss of the next token, which itself computes in single precision."""
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-    total = nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
-    return total / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return with_exact_loss(tiny_llama(**heads, tie_word_embeddings=tied, use_cache=False).double())
 
 
 def samples() -> list[torch.Tensor]:

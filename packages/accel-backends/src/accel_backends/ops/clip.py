@@ -47,8 +47,7 @@ def clip_grad_norm(
     Raises:
         BackendError: a norm that is not positive, or a non-finite norm, with the names of the responsible parameters.
     """
-    if not norm_type > 0.0:
-        raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
+    check_norm_type(norm_type)
     listed = _listed(parameters)
     kept = [parameter for parameter in listed if parameter.grad is not None]
     gradients = _gradients(kept)
@@ -62,15 +61,34 @@ def clip_grad_norm(
             if sharded
             else _joined(_norms(places, norm_type), norm_type, gradients[0].device)
         )
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            culprits = nonfinite(kept, names)
-            raise BackendError(
-                f"the gradient norm (p={norm_type:g}) is {float(total)}; gradients with nan or inf: "
-                f"{culprits or 'none here'}"
-            )
-        if max_norm != math.inf:
-            _scale(places, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        if error_if_nonfinite:
+            check_norm(total, norm_type, lambda: nonfinite(kept, names))
+        _scale_down(places, total, max_norm)
     return total
+
+
+def scale_down(parameters: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+    """Scales gradients whose joint norm is ``total`` down to a norm of at most ``max_norm``, in place."""
+    with torch.no_grad():
+        _scale_down(_by_place(_gradients(parameters)), total, max_norm)
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raises BackendError for a norm that is not positive."""
+    if not norm_type > 0.0:
+        raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
+
+
+def check_norm(total: torch.Tensor, norm_type: float, culprits: Callable[[], str]) -> None:
+    """Raises BackendError for a norm that is nan or infinite; synchronises with the device.
+
+    ``culprits``: returns the names of this rank's gradients with nan or inf.
+    """
+    if not bool(torch.isfinite(total)):
+        raise BackendError(
+            f"the gradient norm (p={norm_type:g}) is {float(total)}; gradients with nan or inf: "
+            f"{culprits() or 'none on this rank'}"
+        )
 
 
 def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -224,13 +242,27 @@ def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
 @recorded("gradient norm", shared=False)
 def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
     """Combines the norms of all ranks' shards, by an all-reduce on the mesh's device for each of ``dims``."""
+    groups = [mesh.get_group(dim) for dim in dims]
+    return norm_over(groups, norm.to(mesh.device_type), norm_type).to(norm.device)
+
+
+def norm_over(groups: Iterable[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Returns the joint norm over the ranks of process groups, from this rank's norm on their device.
+
+    Collective: every rank of the groups must call this.
+    """
     import torch.distributed as dist
 
     largest = norm_type == math.inf
-    part = (norm.clone() if largest else norm**norm_type).to(mesh.device_type)
-    for dim in dims:
-        dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
-    return (part if largest else part ** (1.0 / norm_type)).to(norm.device)
+    part = norm.clone() if largest else norm**norm_type
+    for group in groups:
+        dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return part if largest else part ** (1.0 / norm_type)
+
+
+def _scale_down(places: Places, total: torch.Tensor, max_norm: float) -> None:
+    if max_norm != math.inf:
+        _scale(places, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
 def _scale(places: Places, factor: torch.Tensor) -> None:

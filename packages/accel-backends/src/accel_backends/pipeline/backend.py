@@ -137,7 +137,7 @@ class PipelineBackend(ModuleBackend):
         self._equalise(model)
         if bundle.training:
             upcast_parameters(model, self.policy)
-        stages = make_stages(whole, ranges, plan.held, self._dressed)
+        stages = make_stages(whole, ranges, plan.held, self._in_precision)
         drop_other_stages(whole, ranges, plan.held)
         after = named_parameters(model)
         for optimizer in bundle.optimizers:
@@ -160,7 +160,7 @@ class PipelineBackend(ModuleBackend):
         held = stages_of_rank(rank, ranks, self._per_rank, v_shaped=self._kind.v_shaped)
         return StagePlan(held, self._num_stages, self._group, self._kind, self.device)
 
-    def _dressed(self, module: nn.Module) -> nn.Module:
+    def _in_precision(self, module: nn.Module) -> nn.Module:
         return autocast_module(module, self.policy, self.device.type, self.run.autocast)
 
     def _tied(self, whole: CausalLM, plan: StagePlan) -> TiedWeight | None:

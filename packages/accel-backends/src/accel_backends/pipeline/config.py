@@ -70,8 +70,8 @@ class PipelineParallelConfig(BackendConfig):
             degrees = replace(degrees, pp_size=facts.topology.world_size)
         found = BackendConfig.resolve(self, replace(facts, parallelism=degrees))
         size = found.parallelism.size("pp")
-        check_microbatches(self.schedule, self.num_microbatches or size, size)
         micro = self.num_microbatches or size
+        check_microbatches(self.schedule, micro, size)
         _, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = f"{size * per_rank} stages on {size} ranks" if per_rank > 1 else f"{size} stages"
         reason = f"pipeline of {stages}, schedule {self.schedule}, {micro} micro-batches in each batch"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_backends.ops.clip import nonfinite, total_norm
+from accel_backends.ops.clip import check_norm, check_norm_type, nonfinite, norm_over, scale_down, total_norm
 from accel_backends.pipeline.gather import gather_stages, mean_over_ranks
 from accel_backends.pipeline.model import PipelinedModel
 from accel_backends.roles.gradients import ReplicatedGradients
@@ -60,24 +60,21 @@ class PipelineGradients(ReplicatedGradients):
         Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: parameters of no prepared model, or a norm that is not finite.
+            BackendError: parameters of no prepared model, a ``norm_type`` that is not positive, or a norm that is not
+                finite.
         """
+        check_norm_type(norm_type)
         own = self.owned.checked(parameters)
         again = self._counted_elsewhere()
         counted = [one.grad for one in own if one.grad is not None and id(one) not in again]
-        norm = total_norm(counted, norm_type) if counted else torch.zeros((), device=self.run.session.device.torch)
-        total = self._joined(norm, norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise BackendError(
-                f"the gradient norm (p={norm_type:g}) is {float(total)}; gradients with nan or inf: "
-                f"{nonfinite(own, self.owned.names) or 'none in the stages of this rank'}"
-            )
-        if max_norm != math.inf:
-            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            with torch.no_grad():
-                for one in own:
-                    if one.grad is not None:
-                        one.grad.mul_(factor.to(one.grad.device, one.grad.dtype))
+        norm = total_norm(counted, norm_type) if counted else torch.zeros(())
+        device = self.run.session.device.torch
+        # Wide, because stages may have gradients of different dtypes, and every rank has to send the same one.
+        wide = norm.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        total = norm_over([self._pipeline], wide, norm_type).to(norm.dtype)
+        if error_if_nonfinite:
+            check_norm(total, norm_type, lambda: nonfinite(own, self.owned.names))
+        scale_down(own, total, max_norm)
         return total
 
     def norm_so_far(
@@ -113,16 +110,6 @@ class PipelineGradients(ReplicatedGradients):
             "add_param_group after prepare: each rank of a pipeline has other parameters, so a group would differ "
             "between ranks; add all groups before prepare, with requires_grad=False where they are not trained yet"
         )
-
-    def _joined(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Norm over the stages, from that of this rank."""
-        largest = norm_type == math.inf
-        wide = torch.float32 if norm.device.type == "mps" else torch.float64
-        part = norm.to(self.run.session.device.torch, wide)
-        part = part if largest else part**norm_type
-        dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._pipeline)
-        total = part if largest else part ** (1.0 / norm_type)
-        return total.to(norm.dtype)
 
     def _counted_elsewhere(self) -> set[int]:
         """Ids of the tied weights of the last stages, which the first stages count."""

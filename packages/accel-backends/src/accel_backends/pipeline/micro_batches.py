@@ -101,5 +101,6 @@ def token_weights(parts: Sequence[Mapping[str, Any]]) -> list[float]:
     counts = []
     for part in parts:
         labels = part["shift_labels"] if "shift_labels" in part else part["labels"][..., 1:]
-        counts.append(int((labels != part.get("ignore_index", IGNORED)).sum()))
-    return [count / max(sum(counts), 1) for count in counts]
+        counts.append((labels != part.get("ignore_index", IGNORED)).sum())
+    numbers: list[int] = torch.stack(counts).tolist()  # read at once, because each read waits for the device
+    return [number / max(sum(numbers), 1) for number in numbers]

@@ -12,32 +12,15 @@ from accel_backends.parallel.pipeline.schedules import schedule_kind
 from accel_backends.parallel.pipeline.stages import Feed, drop_other_stages, make_stages
 from accel_backends.pipeline.config import OLDEST_TORCH
 from accel_state.errors import BackendError
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama
 
 pytestmark = pytest.mark.skipif(torch.__version__ < OLDEST_TORCH, reason=f"pipelines need torch {OLDEST_TORCH}")
 
-VOCABULARY, LENGTH, BATCH = 64, 16, 2
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4))
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, tie_word_embeddings=False, **dropouts
-    )
-    return GPT2LMHeadModel(config)
-
-
-MODELS = {"llama": llama, "gpt2": gpt2}
+LENGTH, BATCH = 16, 2
+MODELS = {
+    "llama": lambda: tiny_llama(num_hidden_layers=4),
+    "gpt2": lambda: tiny_gpt2(n_layer=4, tie_word_embeddings=False),
+}
 
 
 def tokens(step: int) -> torch.Tensor:

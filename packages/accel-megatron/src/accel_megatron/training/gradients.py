@@ -38,12 +38,13 @@ class MegatronGradients(ReplicatedGradients):
         Collective: every rank of the group must call this.
 
         Raises:
-            BackendError: parameters of no prepared model, only some of a model's, or another norm than the 2-norm.
+            BackendError: parameters of no prepared model, only some of a model's, another norm than the 2-norm, or a
+                norm that is not finite.
         """
         listed = self.owned.checked(parameters)
         norm = self._engines.optimizer_of_all(listed).clip(max_norm, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+            raise BackendError(f"the gradient norm (p={norm_type:g}) is {norm.item()}; gradients have nan or inf")
         return norm
 
     def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:

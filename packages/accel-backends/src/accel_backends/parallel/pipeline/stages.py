@@ -12,7 +12,7 @@ from torch import nn
 from accel_backends.parallel.pipeline.causal_lm import CausalLM
 from accel_state.errors import BackendError
 
-Dress = Callable[[nn.Module], nn.Module]
+InPrecision = Callable[[nn.Module], nn.Module]
 """Function that makes calls of a module compute in the precision of the run."""
 
 
@@ -54,10 +54,13 @@ class _Traits:
 
 
 def make_stages(
-    whole: CausalLM, ranges: Sequence[range], held: Sequence[int], dress: Dress = lambda module: module
+    whole: CausalLM, ranges: Sequence[range], held: Sequence[int], in_precision: InPrecision = lambda module: module
 ) -> list["Stage"]:
-    """Makes the stages ``held`` of a model that has all its modules; the model does not change."""
-    return [Stage(whole, ranges[index], dress) for index in held]
+    """Makes the stages ``held`` of a model that has all its modules.
+
+    The model keeps its modules; the first and the last block of each stage get a hook.
+    """
+    return [Stage(whole, ranges[index], in_precision) for index in held]
 
 
 def drop_other_stages(whole: CausalLM, ranges: Sequence[range], held: Collection[int]) -> None:
@@ -138,7 +141,7 @@ class Stage(nn.Module):
     the result.
     """
 
-    def __init__(self, whole: CausalLM, mine: range, dress: Dress) -> None:
+    def __init__(self, whole: CausalLM, mine: range, in_precision: InPrecision) -> None:
         super().__init__()
         blocks = whole.blocks
         self.first, self.last = mine.start == 0, mine.stop == len(blocks)
@@ -157,7 +160,7 @@ class Stage(nn.Module):
             model._modules[whole.head_name] = Placeholder(cast(nn.Module, model._modules[whole.head_name]))
         # Outside of the registries of modules, so that every module is registered once.
         self.__dict__.update(_sources=((whole.model, model), (whole.base, base)))
-        self.target = dress(model if self.last else base)
+        self.target = in_precision(model if self.last else base)
         self._accepted = None if self.last else _accepted_by_base(whole.model, whole.base)
         self._received: torch.Tensor | None = None
         self._sent: torch.Tensor | None = None
