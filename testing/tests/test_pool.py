@@ -68,9 +68,11 @@ def test_process_is_as_before_after_each_call(pool: RankPool, tmp_path: Path) ->
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
         torch.manual_seed(7)
+        torch.nn.functional.linear = torch.nn.functional.bilinear
 
     def look() -> tuple[object, ...]:
-        return os.environ.get("LEFT"), os.getcwd(), torch.ones(1).dtype, torch.is_grad_enabled(), torch.initial_seed()
+        modes = torch.ones(1).dtype, torch.is_grad_enabled(), torch.initial_seed()
+        return os.environ.get("LEFT"), os.getcwd(), modes, torch.nn.functional.linear.__name__
 
     before = pool.run(look)
     pool.run(disturb)

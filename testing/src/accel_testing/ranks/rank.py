@@ -176,12 +176,16 @@ def _call_xunit(method: Any, function: Any) -> None:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """Restores the process after every job: variables, working directory, torch's modes."""
+    """Restores the process after every job: variables, working directory, torch's modes and its ``linear``.
+
+    DeepSpeed's stage 3 replaces that function until its group is left. A library that a later job imported meanwhile,
+    torchao for example, would know the replacement only.
+    """
     import torch
 
     environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
     dtype, determinism = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
-    device = torch.get_default_device()
+    device, linear = torch.get_default_device(), torch.nn.functional.linear
     torch.manual_seed(0)
     random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -199,6 +203,7 @@ def _restored_process() -> Iterator[None]:
             torch.set_default_device(None)
         if torch.are_deterministic_algorithms_enabled() != determinism:  # the import that this needs takes a second
             torch.use_deterministic_algorithms(determinism)
+        torch.nn.functional.linear = linear
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
 
