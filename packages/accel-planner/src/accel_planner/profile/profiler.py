@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.fsdp.shard import checkpointed, replace_modules, units_of
+from accel_backends.fsdp.shard import units_of
 from accel_backends.fsdp.wrap_units import Units, parameters_of_units
+from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_planner import private
 from accel_planner.errors import PlanError
@@ -160,11 +161,7 @@ class _Profiler:
         units = {index: copied.get_submodule(name) for index, name in enumerate(self.names) if index}
         unit_of = {id(parameter): self.unit_of.get(name, 0) for name, parameter in kept.items()}
         if variant.checkpointed:
-            wrapped = {
-                id(copied.get_submodule(name)): checkpointed(copied.get_submodule(name)) for name in self.units.blocks
-            }
-            units = {index: wrapped.get(id(module), module) for index, module in units.items()}
-            replace_modules(copied, wrapped)
+            ActivationCheckpointing().apply(copied, self.units.blocks)
         folding.fold(copied, runs)
         gone = {name for run in runs for name in run[2:-1]}
         units = {index: module for index, module in units.items() if self.names[index] not in gone}

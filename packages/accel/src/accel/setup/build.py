@@ -11,8 +11,9 @@ from accel.loop.accumulator import GradientAccumulationPlugin
 from accel.setup.kwargs_handlers import Handlers, ProjectConfiguration, sort_handlers
 from accel.setup.plugins_from_config import compilation_of, degrees_and_open_axes, fp8_recipe
 from accel.setup.resolve_strategy import requested, resolve, with_implied
-from accel_backends import Choice, Run, load_backend
+from accel_backends import ActivationCheckpointing, Choice, Run, load_backend
 from accel_backends.core.config import Resolution, Stated, StrategyFacts
+from accel_backends.ops.activation_checkpointing import as_checkpointing
 from accel_data.options import LoaderOptions
 from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_planner.auto import Undecided
@@ -56,7 +57,8 @@ def open_parts(
 ) -> Components:
     """Resolves the configuration and the strategy, then opens the session and the backend.
 
-    Nothing is opened if a setting cannot work. ``plugins``: options of backends, by the names of their arguments.
+    Nothing is opened if a setting cannot work. ``call``: arguments that are settings, or replace one; ``plugins``:
+    options of backends, by the names of their arguments.
 
     Raises:
         ConfigError: a setting cannot work, alone or with the others.
@@ -73,6 +75,14 @@ def open_parts(
     if steps is None and "gradient_accumulation_steps" in implied:
         steps = implied["gradient_accumulation_steps"].value
     accumulating = accumulation_of(steps, accumulation, config)
+    asked = call.get("activation_checkpointing")
+    is_setting = asked is None or isinstance(asked, str | int)
+    checkpointing = as_checkpointing(config.activation_checkpointing if is_setting else asked)
+    if checkpointing is not None and resolved.auto is not None:
+        raise ConfigError(
+            "strategy 'auto' decides about activation checkpointing by memory, and activation_checkpointing says it "
+            "already; leave one of them out"
+        )
     process_group = sorted_handlers.process_group
     with ExitStack() as on_failure:
         session = on_failure.enter_context(
@@ -88,7 +98,7 @@ def open_parts(
         policy = policy_of(call["mixed_precision"], config, sorted_handlers, device_type=session.device.type)
 
         def open_backend(name: str, resolution: Resolution) -> "Backend":
-            run = run_of(session, policy, resolution.parallelism, sorted_handlers)
+            run = run_of(session, policy, resolution.parallelism, sorted_handlers, checkpointing)
             return load_backend(name)(run, resolution.config)
 
         parts = Components(
@@ -116,10 +126,16 @@ def open_parts(
     return parts
 
 
-def run_of(session: Session, policy: PrecisionPolicy, parallelism: ParallelismConfig, handlers: Handlers) -> Run:
+def run_of(
+    session: Session,
+    policy: PrecisionPolicy,
+    parallelism: ParallelismConfig,
+    handlers: Handlers,
+    recomputed: ActivationCheckpointing | None = None,
+) -> Run:
     """Run that a backend is opened for."""
     autocast = handlers.autocast or AutocastKwargs()
-    return Run(session, policy, parallelism, autocast=autocast, scaler=handlers.scaler)
+    return Run(session, policy, parallelism, autocast=autocast, scaler=handlers.scaler, recomputed=recomputed)
 
 
 def facts_of(config: AccelConfig, parallelism: ParallelismConfig | None) -> StrategyFacts:
