@@ -1,4 +1,4 @@
-"""Autocast as on GPUs: the dtypes are those that torch's own autocast of CUDA gives fake tensors on a machine without."""
+"""Autocast as on GPUs: the dtypes are those that torch's own autocast of CUDA gives fake tensors."""
 
 import gc
 from collections.abc import Callable

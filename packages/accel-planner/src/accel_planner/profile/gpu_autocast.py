@@ -1,111 +1,37 @@
 """Autocast as GPUs have it, in a trace on the CPU, whose autocast computes other operations in fp32."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from accel_planner.private import mapped
+from accel_planner.private import WIDENING_SOFTMAX, mapped
 
-# Operations whose inputs CUDA's autocast converts to fp32, which autograd then keeps (ATen/autocast_mode.h of torch 2.13,
-# AT_FORALL_FP32; XPU's list is the same). A name that this torch does not have is left out.
-_FP32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "frobenius_norm.dim",
-    "nuclear_norm",
-    "nuclear_norm.dim",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "upsample_nearest1d",
-    "_upsample_nearest_exact1d",
-    "upsample_nearest2d",
-    "_upsample_nearest_exact2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "_upsample_bilinear2d_aa",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bicubic2d_aa",
-]
+# Operations whose inputs CUDA's autocast converts to fp32, which autograd then keeps (AT_FORALL_FP32 in
+# ATen/autocast_mode.h of torch 2.13; XPU's list is the same). A name that this torch does not have is left out.
+_FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+    dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+"""
 # Operations whose outputs it makes fp32 (AT_FORALL_FP32_SET_OPT_DTYPE).
-_FP32_OUTPUT = [
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "linalg_matrix_norm",
-    "linalg_matrix_norm.str_ord",
-    "sum",
-    "sum.dim_IntList",
-]
-# Operations whose inputs the CPU's autocast converts to fp32, and CUDA's does not. What a composite of these consists of
-# is looked up in the lists again: cross_entropy_loss is log_softmax, with an fp32 output and no fp32 input.
-_ONLY_ON_CPUS = [
-    "cross_entropy_loss",
-    "avg_pool3d",
-    "max_pool3d",
-    "adaptive_avg_pool3d",
-    "max_unpool2d",
-    "max_unpool3d",
-    "reflection_pad1d",
-    "reflection_pad2d",
-    "replication_pad1d",
-    "replication_pad2d",
-    "replication_pad3d",
-]
-# Kernels of GPUs that read fp16 and write fp32.
-_SOFTMAX: Mapping[Any, Any] = {
-    torch.ops.aten.softmax.int: torch.ops.aten._softmax.default,
-    torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax.default,
-}
+_FP32_OUTPUT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+# Operations whose inputs the CPU's autocast converts to fp32, and CUDA's does not. The parts of a composite are looked
+# up in the lists again: cross_entropy_loss is log_softmax, with an fp32 output and no fp32 input.
+_ONLY_ON_CPUS = """
+    cross_entropy_loss avg_pool3d max_pool3d adaptive_avg_pool3d max_unpool2d max_unpool3d reflection_pad1d
+    reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+"""
 # Device types whose autocast is the CPU's, or unlike CUDA's.
 _OTHERS = ("cpu", "xla")
 
@@ -120,11 +46,11 @@ def autocast_lists_of(device_type: str) -> Iterator[None]:
     with warnings.catch_warnings():
         # Of overriding kernels that the CPU's autocast has.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for name in _FP32:
+        for name in _FP32.split():
             _register(library, name, _with_inputs)
-        for name in _FP32_OUTPUT:
+        for name in _FP32_OUTPUT.split():
             _register(library, name, _with_output)
-        for name in _ONLY_ON_CPUS:
+        for name in _ONLY_ON_CPUS.split():
             _register(library, name, lambda _: torch.library.fallthrough_kernel)
     try:
         yield
@@ -152,7 +78,7 @@ def _with_inputs(operation: Any) -> Callable[..., Any]:
 
 def _with_output(operation: Any) -> Callable[..., Any]:
     """Returns the kernel that computes an fp32 output, unless the call names a dtype."""
-    softmax = _SOFTMAX.get(operation)
+    softmax = WIDENING_SOFTMAX.get(operation)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         named = kwargs.get("dtype") is not None or (softmax is not None and args[2:] not in ((), (None,)))
