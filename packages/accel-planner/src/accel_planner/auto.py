@@ -187,6 +187,7 @@ def _decided(
         seq_length=strategy.seq_length,
         loss=strategy.loss,
         policy=policy,
+        device_type=hardware.kind,
     )
     facts = optimizer_facts(
         optimizers[0] if optimizers else strategy.optimizer, profile.parameters, foreach=hardware.kind != "cpu"

@@ -1,6 +1,5 @@
 """Weights read one after the other, several at a time."""
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from accel_inference.weights.sources import FileWeight, Weight
+from accel_state.environment import usable_cpus
 
 _MOST_THREADS = 4
 _SMALL = 2**20
@@ -50,5 +50,4 @@ def _result(read: "Weight | Future[Tensor]") -> Tensor:
 
 
 def _threads() -> int:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_THREADS, usable))
+    return max(1, min(_MOST_THREADS, len(usable_cpus())))

@@ -15,6 +15,7 @@ from accel_planner import private
 from accel_planner.errors import PlanError
 from accel_planner.profile import layer_compression as folding
 from accel_planner.profile.example_inputs import Batch, Loss, guessed_loss, tokens
+from accel_planner.profile.gpu_autocast import autocast_lists_of
 from accel_planner.profile.models import Constructor, buffer_bytes, build, fake_copy, stored_dtype
 from accel_planner.profile.profile import ModelProfile, ParameterFact, Timeline, Variant
 from accel_planner.profile.trace import trace
@@ -35,6 +36,7 @@ def profile_model(
     loss: Loss | None = None,
     policy: PrecisionPolicy | str | None = None,
     config: FSDPConfig | None = None,
+    device_type: str = "cuda",
 ) -> ModelProfile:
     """Profiles a model and one step of it on fake tensors: allocates no memory and computes nothing.
 
@@ -47,6 +49,7 @@ def profile_model(
         loss: function of the model and a batch; None guesses one (see ``example_inputs.guessed_loss``).
         policy: the precision.
         config: options for finding the units (see ``FSDPConfig``).
+        device_type: type of the devices, on which depends what autocast computes in fp32.
 
     Raises:
         PlanError: the model cannot be built or copied, or the batch does not fit it.
@@ -58,7 +61,7 @@ def profile_model(
     units = units_of(model, policy, config)
     names = ("", *sorted(units.inside_out))
     batch = _batch(model, sample, batch_size, seq_length)
-    profiler = _Profiler(model, policy, units, names)
+    profiler = _Profiler(model, policy, units, names, device_type)
     notes = list(built.notes)
     timelines: Mapping[Variant, Timeline]
     if batch is None:
@@ -103,11 +106,14 @@ def _batch(model: nn.Module, sample: Any, batch_size: int | None, seq_length: in
 class _Profiler:
     """Profiler of one model, precision and set of units, for all variants."""
 
-    def __init__(self, model: nn.Module, policy: PrecisionPolicy, units: Units, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, policy: PrecisionPolicy, units: Units, names: tuple[str, ...], device_type: str
+    ) -> None:
         self.model = model
         self.policy = policy
         self.units = units
         self.names = names
+        self.device_type = device_type
         self.unit_of = {
             name: names.index(unit) for unit, group in parameters_of_units(model, units).items() for name in group
         }
@@ -170,9 +176,10 @@ class _Profiler:
         with mode:
             value = batch.fake(self.policy.compute if variant.native or self.policy.true else None)
             known = [*kept.values(), *copied.buffers(), *_leaves(value)]
-        return trace(
-            copied, lambda: _explained(loss, callable_, value), units=units, unit_of=unit_of, known=known, fake=mode
-        )
+        with autocast_lists_of(self.device_type):
+            return trace(
+                copied, lambda: _explained(loss, callable_, value), units=units, unit_of=unit_of, known=known, fake=mode
+            )
 
     def _precise(self, model: nn.Module, units: Mapping[int, nn.Module], variant: Variant) -> nn.Module:
         """Sets the copy's precision: autocast, or casts of each unit's inputs to its compute dtype."""

@@ -19,6 +19,7 @@ from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_planner.auto import Undecided
 from accel_precision import AutocastKwargs, PrecisionPolicy
 from accel_state import Device, ParallelismConfig, Session, Topology
+from accel_state.environment import usable_cpus
 from accel_state.errors import ConfigError
 from accel_state.session import locate
 
@@ -160,7 +161,7 @@ def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_
 def keep_to_cores(topology: Topology, device: Device) -> None:
     """Binds this process to the cores next to its device; if no core is nearer, to its share of the available cores."""
     if not device.keep_to_near_cores() and hasattr(os, "sched_setaffinity"):
-        mine = cores_of(sorted(os.sched_getaffinity(0)), topology.local_rank, topology.local_world_size)
+        mine = cores_of(usable_cpus(), topology.local_rank, topology.local_world_size)
         os.sched_setaffinity(0, mine)
 
 
