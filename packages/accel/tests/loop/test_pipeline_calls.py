@@ -84,9 +84,7 @@ def test_a_loss_of_the_user_trains(rank):
     accelerator.end_training()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains_as_in_one_process(rank, precision):
+def assert_trains_nearly_as_one_process(precision, degrees):
     """Nearly, because losses of micro-batches are rounded on their own."""
     batches = [batch_of(4)] * 12
     plain = llama()
@@ -101,7 +99,7 @@ def test_mixed_precision_trains_as_in_one_process(rank, precision):
         expected.append(float(loss.detach()))
     assert expected[-1] < 0.6 * expected[0]
 
-    accelerator = accelerator_of({"pp_size": 2}, {}, mixed_precision=precision)
+    accelerator = accelerator_of(degrees, {}, mixed_precision=precision)
     model = llama()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     found = []
@@ -115,6 +113,20 @@ def test_mixed_precision_trains_as_in_one_process(rank, precision):
     assert found == pytest.approx(expected, rel=0.02)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_as_in_one_process(rank, precision):
+    assert_trains_nearly_as_one_process(precision, {"pp_size": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("axis", ["tp_size", "dp_shard_size"])
+def test_mixed_precision_with_sharded_stages(rank, precision, axis):
+    assert_trains_nearly_as_one_process(precision, {"pp_size": 2, axis: 2})
 
 
 @pytest.mark.ranks(2)
