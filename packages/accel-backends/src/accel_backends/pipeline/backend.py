@@ -22,7 +22,7 @@ from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.dtensor import loop_over_meshes, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
-from accel_backends.ops.optimizer_trial import check_on_shards, holds_any
+from accel_backends.ops.optimizer_support import check_on_shards, holds_any
 from accel_backends.ops.state_dicts import PARAMS, names_stored
 from accel_backends.parallel.axes import ModelAxes
 from accel_backends.parallel.pipeline.causal_lm import CausalLM
