@@ -40,7 +40,13 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
         (tied_llama, "tp:2/dp_shard=2/fp64/acc=2"),
         (llama, "cp:2/fp64/acc=2"),
         (tied_llama, "pp:2/fp64/acc=2"),
+        (tied_llama, "pp:2/dp_shard:2/fp64/acc=2"),
+        pytest.param(tied_llama, "pp:2/tp:2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp64/acc=2/weighted", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp64/acc=2/short", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/dp_replicate=2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/tp:2/fp32", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "tp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "cp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/fp32", marks=pytest.mark.slow),
@@ -107,12 +113,38 @@ def dropped_sum_of_tied_weight() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def halved_gradients_of_shards() -> Iterator[None]:
+    """The gradients of stages are divided by their data-parallel ranks twice."""
+    from accel_backends.parallel.pipeline import shards
+
+    def make(original: Any) -> Any:
+        def reduce(units: Any) -> None:
+            for unit in units:
+                for entry in shards.unit_parameters(unit):
+                    full = shards.full_parameter(entry)
+                    full.grad = None if full.grad is None else full.grad * 0.5
+            original(units)
+
+        return reduce
+
+    with replaced(shards, "reduce_unit_gradients", make):
+        yield
+
+
 @pytest.mark.parametrize(
     ("mutation", "program", "layout", "words"),
     [
         (doubled_tensor_gradient, llama, "tp:2", r"at step 0:\n  the gradient norm is"),
         (wrong_divisor_of_sequences, llama, "cp:2", r"(?s)at step 0:\n  the loss is .*the gradient norm .*1/2 of it"),
         (dropped_sum_of_tied_weight, tied_llama, "pp:2", r"at step 0:\n  the gradient norm is"),
+        pytest.param(
+            halved_gradients_of_shards,
+            llama,
+            "pp:2/dp_shard:2",
+            r"(?s)at step 0:\n  .*the gradient norm .*1/2 of it",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

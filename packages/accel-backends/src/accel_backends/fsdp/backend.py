@@ -49,7 +49,7 @@ from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
-from accel_backends.ops.dtensor import is_dtensor, sharded_like
+from accel_backends.ops.dtensor import is_dtensor, loop_over_meshes, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
@@ -137,11 +137,7 @@ class FSDPBackend(ModuleBackend):
             check_on_shards(tried, self._spread.mesh, offload=bool(config.cpu_offload))
         bound = super().bind(bundle)
         for optimizer in bundle.optimizers:
-            for group in optimizer.param_groups:
-                meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in group["params"]}
-                for loop in ("foreach", "fused") if len(meshes) > 1 else ():
-                    if loop in group:  # torch's foreach loops and fused steps take tensors of one mesh
-                        group[loop] = False
+            loop_over_meshes(optimizer)
         return bound
 
     @property

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_backends.core.run import Run
+    from accel_backends.parallel.plan import TensorParallelPlan
     from accel_backends.parallel.sequence_inputs import SequenceInputs
 
 
@@ -62,7 +63,7 @@ class ModelAxes:
                 raise PrepareError(
                     f"fp8 with tp_size={self._tensor}: fp8 layers are not sharded; nearest: mixed_precision='bf16'"
                 )
-            check_tensor_parallel(model, self._tensor, self._plan)
+            check_tensor_parallel(model, self._tensor, self.plan)
         if self._context > 1:
             from accel_backends.parallel.sdpa import check_context_parallel
             from accel_backends.parallel.sequence_inputs import check_inputs
@@ -70,8 +71,16 @@ class ModelAxes:
             check_context_parallel(model)
             check_inputs(model)
 
-    def apply(self, model: nn.Module, device: torch.device, send: Callable[[list[torch.Tensor]], None]) -> None:
+    def apply(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        send: Callable[[list[torch.Tensor]], None],
+        plan: "TensorParallelPlan | None" = None,
+    ) -> None:
         """Applies the axes to a checked model in place; ``send`` overwrites tensors with rank 0's values.
+
+        ``plan``: tensor-parallel plan of these modules; None: that of the options.
 
         With tensor parallelism the model is moved to the device first, and the ranks of a tensor-parallel group get
         equal random generators, because they have to draw the same dropout masks.
@@ -84,7 +93,7 @@ class ModelAxes:
             model.to(device)
             send([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
             mesh = self._mesh("tp")
-            apply_tensor_parallel(model, mesh, self._plan, src_data_rank=None)
+            apply_tensor_parallel(model, mesh, plan or self.plan, src_data_rank=None)
             _equalise_generators(mesh, device)
         if (inputs := self.inputs) is not None:
             from accel_backends.parallel.sdpa import apply_context_parallel
@@ -93,7 +102,8 @@ class ModelAxes:
             inputs.attach(model)
 
     @property
-    def _plan(self) -> Any:
+    def plan(self) -> Any:
+        """Tensor-parallel plan of the options, as ``plan_for`` takes it."""
         handler = self._run.parallelism.tp_handler
         return "derive" if handler is None else handler.plan
 
