@@ -5,7 +5,7 @@ from time import monotonic
 import pytest
 import torch
 
-from accel_state.errors import CollectiveError
+from accel_state.errors import BackendError, CollectiveError
 
 from .pipelines import accelerator_of, distance, llama, loader, optimizer_of
 
@@ -89,6 +89,22 @@ def test_replicas_of_a_failed_stage_learn_of_it(rank, axis):
     accelerator.end_training()
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axis", ["dp_replicate_size", pytest.param("dp_shard_size", marks=pytest.mark.slow)])
+def test_replicas_learn_of_a_batch_that_does_not_divide(rank, axis):
+    accelerator = accelerator_of({"pp_size": 2, axis: 2}, {})
+    model = llama().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    failing = accelerator.data_shard.index == 1
+    batch = next(iter(loader(3 if failing else 4)))
+    words = (
+        "^a batch of 3 samples does not divide" if failing else "rank 1 failed in the arguments of the call: BackendE"
+    )
+    with pytest.raises(BackendError if failing else CollectiveError, match=words):
+        model(**batch)
+    accelerator.end_training()
+
+
 @pytest.mark.ranks(2)
 def test_a_loss_of_the_user_that_fails(rank):
     def loss_fn(outputs, batch):
@@ -99,4 +115,22 @@ def test_a_loss_of_the_user_that_fails(rank):
     model, _ = accelerator.prepare(model, optimizer_of(model))
     batch = next(iter(loader()))
     assert_fails_everywhere(accelerator, model, batch, 1, 1, "forward of micro-batch 0", "ValueError: no such loss")
+    accelerator.end_training()
+
+
+def fail_beyond_one_sample(block, args):
+    if len(args[0]) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.ranks(2)
+def test_micro_batches_are_halved_until_they_fit_all_stages(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {"num_microbatches": 2})
+    model = llama().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    if rank == 1:
+        block_of(accelerator, model, 2).register_forward_pre_hook(fail_beyond_one_sample)
+    batch = next(iter(loader()))
+    assert accelerator.find_micro_batch_size(lambda part: model(**part).loss, batch) == 2
+    assert all(parameter.grad is None for parameter in model.parameters())
     accelerator.end_training()

@@ -59,7 +59,8 @@ def train(name: str, asked: object) -> tuple[dict[str, torch.Tensor], int]:
 def test_blocks_are_recomputed_and_the_weights_are_the_same(rank: int, name: str) -> None:
     plain, once = train(name, None)
     found, twice = train(name, True)
-    assert twice == 2 * once > 0
+    # A pipeline finds the shapes of activations by one micro-batch more, whose backward ends before the first stage.
+    assert twice == 2 * once - (name == "pp" and rank == 0) > 0
     assert found.keys() == plain.keys()
     for key, value in plain.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=STRATEGIES[name][1])

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
+from accel_backends.core.option_parsing import as_number
 from accel_backends.parallel.pipeline.schedules import check_microbatches, schedule_kind
 from accel_state.errors import ConfigError
 
@@ -42,6 +43,9 @@ class PipelineParallelConfig(BackendConfig):
     outputs: Literal["all", "last"] = "all"
 
     def __post_init__(self) -> None:
+        for name in ("num_microbatches", "stages_per_rank"):
+            if getattr(self, name) is not None:
+                setattr(self, name, as_number(name, getattr(self, name)))
         schedule_kind(self.schedule, self.stages_per_rank)
         if self.num_microbatches is not None and self.num_microbatches < 1:
             raise ConfigError(f"num_microbatches is {self.num_microbatches}; expected a whole number of at least 1")

@@ -1,7 +1,8 @@
 """Gradients of models whose stages are on the ranks of a pipeline."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -22,7 +23,7 @@ from accel_backends.parallel.pipeline.shards import StageShards
 from accel_backends.pipeline.gather import gather_stages, mean_over_ranks
 from accel_backends.pipeline.model import PipelinedModel
 from accel_backends.roles.gradients import ReplicatedGradients
-from accel_state.errors import BackendError
+from accel_state.errors import BackendError, CollectiveError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -121,6 +122,10 @@ class PipelineGradients(ReplicatedGradients):
         for shards in self._shards_of([model]):
             shards.drop_gradients()
 
+    def trial(self, model: nn.Module, agree: Callable[[], None]) -> AbstractContextManager[Any]:
+        """Context of a step that may fail in some stages: the other ranks leave it with the rank that failed."""
+        return _left_together(agree)
+
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuses all parameter groups, because the other ranks would have to know their names."""
         raise BackendError(
@@ -154,3 +159,14 @@ class PipelineGradients(ReplicatedGradients):
         """Ids of the tied weights of the last stages, which the first stages count."""
         tied = [model.tied for model in self._models]
         return {id(one.parameter) for one in tied if one is not None and not one.is_first}
+
+
+@contextmanager
+def _left_together(agree: Callable[[], None]) -> Iterator[None]:
+    """Makes ranks that learnt of another rank's error vote on the step, as that rank does."""
+    try:
+        yield
+    except CollectiveError as error:
+        if error.relayed:
+            agree()
+        raise

@@ -100,13 +100,23 @@ class PipelinedModel(nn.Module):
         output = self._trained(given) if training else self._evaluated(given)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
-    def _trained(self, given: Mapping[str, Any]) -> PipelineOutput:
+    def _divided(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[float], tuple[int, int]]:
+        """Micro-batches of a batch to train on, with their shares in its loss, and samples and tokens of each."""
         samples, tokens = batch_shape(given)
         count = self._num_microbatches
         check_divisible(samples, count)
         parts = split_batch(given, samples, count)
+        weights = [1 / count] * count if self._config.loss_fn is not None else token_weights(parts)
+        return parts, weights, (samples // count, tokens)
+
+    def _trained(self, given: Mapping[str, Any]) -> PipelineOutput:
+        try:
+            parts, weights, shape = self._divided(given)
+        except Exception as error:
+            with self._gathered():
+                self.pipeline.fail(error)
+            raise
         loss_fn = self._config.loss_fn
-        weights = [1 / count] * count if loss_fn is not None else token_weights(parts)
         scale = 1.0 if self._loss_scale is None else self._loss_scale.current
         losses: dict[int, torch.Tensor] = {}
 
@@ -122,7 +132,7 @@ class PipelinedModel(nn.Module):
         parameters = self.module.parameters() if self.shards is None else self.shards.full_parameters
         held = HeldGradients([one for one in parameters if one.requires_grad], scale=scale, on_added=self._note_added)
         with held.collect(), self._gathered():
-            self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=True)
+            self.pipeline.run(Feed(self._inputs(parts), shape, finish), backward=True)
             self._sum_tied()
         return PipelineOutput({"loss": held.loss(self._total(losses))}, training=True)
 

@@ -31,11 +31,11 @@ class Faults:
     error: Exception | None = None
     place: str = ""
 
-    def note(self, error: Exception, stage: int, doing: str) -> None:
-        """Keeps an error of a stage, if it is the first."""
+    def note(self, error: Exception, where: str) -> None:
+        """Keeps an error of this rank, if it is the first."""
         if self.error is None:
             self.error = error
-            self.place = f"rank {dist.get_rank()} failed in the {doing} of pipeline stage {stage}"
+            self.place = f"rank {dist.get_rank()} failed in the {where}"
 
     @recorded("errors of pipeline stages", shared=False)
     def agree(self, group: dist.ProcessGroup | None) -> None:
@@ -89,7 +89,7 @@ class FaultTolerantStage(PipelineStage):
             except Exception as error:
                 wrapped = str(error).lstrip().startswith(_WRAPPED) and isinstance(error.__cause__, Exception)
                 own = error.__cause__ if wrapped else error
-                self.faults.note(cast(Exception, own), self.stage_index, "backward")
+                self.faults.note(cast(Exception, own), f"backward of pipeline stage {self.stage_index}")
         zeros = tuple(torch.zeros_like(one) if _is_trained(one) else None for one in inputs)
         return (zeros, *rest) if rest else zeros
 

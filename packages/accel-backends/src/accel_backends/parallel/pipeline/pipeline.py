@@ -92,6 +92,18 @@ class Pipeline:
             for stage in self.stages:
                 stage.feed = stage.faults = None
 
+    def fail(self, error: Exception) -> None:
+        """Takes the place of ``run`` with ``backward`` on the ranks of a pipeline that cannot run a batch.
+
+        Collective: every rank of the group must call this, those of other replicas of the pipeline ``run`` or this.
+
+        Raises:
+            Exception: the error.
+        """
+        faults = Faults()
+        faults.note(error, "arguments of the call")
+        faults.agree(self.plan.together)
+
     def _schedule(self, feed: Feed, backward: bool) -> Any:
         """The schedule of the last run if shapes are the same, because its buffers have these shapes."""
         key = (len(feed.inputs), feed.shape)

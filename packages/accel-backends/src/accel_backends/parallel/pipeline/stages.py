@@ -181,7 +181,7 @@ class Stage(nn.Module):
             try:
                 return self._computed(given, int(number))
             except Exception as error:
-                self.faults.note(error, self.number, f"forward of micro-batch {int(number)}")
+                self.faults.note(error, f"forward of micro-batch {int(number)} of pipeline stage {self.number}")
         self._received = self._sent = None
         return self._zeros(given)
 
