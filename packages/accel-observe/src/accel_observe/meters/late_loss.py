@@ -11,7 +11,7 @@ Place = tuple[int, int, int]
 
 @final
 @dataclass(frozen=True, slots=True)
-class StepFacts:
+class LossFacts:
     """Facts of a step that a report of its loss names.
 
     Attributes:
@@ -33,7 +33,7 @@ class LateLoss:
     ``float`` waits for the event alone, which is over as soon as the step is, and not for the next step.
     """
 
-    def __init__(self, loss: torch.Tensor, facts: StepFacts) -> None:
+    def __init__(self, loss: torch.Tensor, facts: LossFacts) -> None:
         self.facts = facts
         on_host = loss.device.type == "cpu"
         self._host = torch.empty((), dtype=loss.dtype, pin_memory=not on_host)

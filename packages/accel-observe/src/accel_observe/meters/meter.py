@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel_observe.meters.gradients import StepGradients
 from accel_observe.meters.health import KINDS, Kind, LossWatch, Trouble, worst_of_others
-from accel_observe.meters.late_loss import LateLoss, Place, StepFacts
+from accel_observe.meters.late_loss import LateLoss, LossFacts, Place
 from accel_observe.meters.observed_run import ObservedRun
 from accel_observe.meters.phases import COMPUTE, DATA, GradientWait, PhaseClock, shares
 from accel_observe.meters.stragglers import Straggler, find_stragglers
@@ -169,10 +169,10 @@ class Meter:
     def _watch(self, loss: Any) -> None:
         """Looks at a loss that is on the host, or at the previous one while this one is copied."""
         if not self._late or not hasattr(loss, "device"):
-            self._look_at(float(loss), StepFacts(self.steps, self._place))
+            self._look_at(float(loss), LossFacts(self.steps, self._place))
             return
         self._settle()
-        self._pending = LateLoss(loss, StepFacts(self.steps, self._place, self._gradients.squares()))
+        self._pending = LateLoss(loss, LossFacts(self.steps, self._place, self._gradients.squares()))
 
     def _settle(self) -> None:
         """Looks at the loss that is being copied, if there is one."""
@@ -185,7 +185,7 @@ class Meter:
         if not self._gradients.spread:
             self._settle()
 
-    def _look_at(self, loss: float, facts: StepFacts) -> None:
+    def _look_at(self, loss: float, facts: LossFacts) -> None:
         assert self._loss_watch is not None
         found = self._loss_watch.check(loss)
         kinds = self._kinds(found)
