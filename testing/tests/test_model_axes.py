@@ -66,7 +66,13 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
         pytest.param(mixtral, "ep:2/dp_shard=2/fp64/find_unused_parameters=true", marks=pytest.mark.slow),
         pytest.param(mixtral, "ep:2/dp_shard=2/bf16", marks=pytest.mark.slow),
         pytest.param(mixtral, "ep:2/fp32", marks=pytest.mark.slow),
+        (tied_llama, "pp:2/dp_shard:2/fp64/acc=2"),
+        pytest.param(tied_llama, "pp:2/tp:2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp64/acc=2/weighted", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp64/acc=2/short", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/dp_replicate=2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/tp:2/fp32", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "tp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "cp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/fp32", marks=pytest.mark.slow),
@@ -161,6 +167,25 @@ def doubled_gradient_of_experts() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def halved_gradients_of_shards() -> Iterator[None]:
+    """The gradients of stages are divided by their data-parallel ranks twice."""
+    from accel_backends.parallel.pipeline import shards
+
+    def make(original: Any) -> Any:
+        def reduce(units: Any) -> None:
+            for unit in units:
+                for entry in shards.unit_parameters(unit):
+                    full = shards.full_parameter(entry)
+                    full.grad = None if full.grad is None else full.grad * 0.5
+            original(units)
+
+        return reduce
+
+    with replaced(shards, "reduce_unit_gradients", make):
+        yield
+
+
 @pytest.mark.parametrize(
     ("mutation", "program", "layout", "words"),
     [
@@ -169,6 +194,13 @@ def doubled_gradient_of_experts() -> Iterator[None]:
         (router_loss_averaged_twice, balanced_mixtral, "ep:2", r"at step 0:\n  the gradient norm is"),
         (doubled_gradient_of_experts, mixtral, "ep:2", r"at step 0:\n  the gradient norm is"),
         (dropped_sum_of_tied_weight, tied_llama, "pp:2", r"at step 0:\n  the gradient norm is"),
+        pytest.param(
+            halved_gradients_of_shards,
+            llama,
+            "pp:2/dp_shard:2",
+            r"(?s)at step 0:\n  .*the gradient norm .*1/2 of it",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -21,6 +21,8 @@ _HYBRID = re.compile(r"hsdp:(\d+)x(\d+)")
 _ZERO = re.compile(r"ds([0-3])((?::\d+)?)")
 #: A model axis with its degree: ``tp:2``. Ranks are the product of all degrees of the layout.
 _MODEL_AXIS = re.compile(r"(tp|cp|pp|ep):([1-9]\d*)")
+#: A further degree of such a layout in the same form: ``pp:2/tp:2`` is ``pp:2/tp=2``.
+_DEGREE = re.compile(rf"^({'|'.join(DEGREES)}):([1-9]\d*)$")
 _SERVED_BY = {"tp": "fsdp", "cp": "fsdp", "ep": "fsdp", "pp": "pipeline"}
 
 
@@ -132,8 +134,9 @@ def _spelt_out(text: str) -> list[str]:
     if zero := _ZERO.fullmatch(head):
         return [f"deepspeed{zero[2]}", f"zero_stage={zero[1]}", *words]
     if axis := _MODEL_AXIS.fullmatch(head):
-        words = [f"{axis[1]}={axis[2]}", *words]
-        return [f"{_SERVED_BY[axis[1]]}:{_product_of_degrees(words)}", *words]
+        words = [f"{axis[1]}={axis[2]}", *(_DEGREE.sub(r"\1=\2", word) for word in words)]
+        served_by = "pipeline" if any(word.startswith("pp=") for word in words) else _SERVED_BY[axis[1]]
+        return [f"{served_by}:{_product_of_degrees(words)}", *words]
     return [head, *words]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.ops.dtensor import is_dtensor
+from accel_backends.ops.dtensor import over_axes
 from accel_backends.parallel.axes import ModelAxes
 from accel_backends.roles.layout import ReplicatedLayout
 from accel_state.parallelism.config import ParallelismConfig
@@ -109,18 +109,7 @@ class ShardingMesh:
 
         Shares its memory. Other values are returned unchanged.
         """
-        if self._every is None or not is_dtensor(value) or value.device_mesh.ndim != self._every.ndim - 1:
-            return value
-        from torch.distributed.tensor import DTensor, Replicate
-
-        return DTensor.from_local(
-            value.detach().to_local(),
-            self._every,
-            [*value.placements, Replicate()],
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        return value if self._every is None else over_axes(value, self._every)
 
     def close(self) -> None:
         """Drops the mesh, and destroys the process group of a single process."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_backends.core.run import Run
+    from accel_backends.parallel.plan import TensorParallelPlan
     from accel_backends.parallel.sequence_inputs import SequenceInputs
 
 
@@ -69,7 +70,7 @@ class ModelAxes:
             from accel_backends.parallel.tensor_parallel import check_tensor_parallel
 
             self._check_values(model, f"tp_size={self._tensor}")
-            check_tensor_parallel(model, self._tensor, self._plan)
+            check_tensor_parallel(model, self._tensor, self.plan)
         if self._context > 1:
             from accel_backends.parallel.sdpa import check_context_parallel
             from accel_backends.parallel.sequence_inputs import check_inputs
@@ -77,11 +78,19 @@ class ModelAxes:
             check_context_parallel(model)
             check_inputs(model)
 
-    def apply(self, model: nn.Module, device: torch.device, send: Callable[[list[torch.Tensor]], None]) -> None:
+    def apply(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        send: Callable[[list[torch.Tensor]], None],
+        plan: "TensorParallelPlan | None" = None,
+    ) -> None:
         """Applies the axes to a checked model in place; ``send`` overwrites tensors with rank 0's values.
 
-        With expert parallelism the device holds the experts of one parameter at a time in full.
-        With tensor parallelism the model is moved to the device first, and the ranks of a tensor-parallel group get
+        ``plan``: tensor-parallel plan of these modules; None: that of the options.
+
+        With expert parallelism the device holds the experts of one parameter at a time in full. With
+        tensor parallelism the model is moved to the device first, and the ranks of a tensor-parallel group get
         equal random generators, because they have to draw the same dropout masks.
 
         Collective: every rank of the group must call this.
@@ -103,7 +112,7 @@ class ModelAxes:
             model.to(device)
             send([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
             mesh = self._mesh("tp")
-            apply_tensor_parallel(model, mesh, self._plan, src_data_rank=None)
+            apply_tensor_parallel(model, mesh, plan or self.plan, src_data_rank=None)
             _equalise_generators(mesh, device)
         if (inputs := self.inputs) is not None:
             from accel_backends.parallel.sdpa import apply_context_parallel
@@ -122,7 +131,8 @@ class ModelAxes:
             raise PrepareError(f"fp8 with {degree}: fp8 layers are not sharded; nearest: mixed_precision='bf16'")
 
     @property
-    def _plan(self) -> Any:
+    def plan(self) -> Any:
+        """Tensor-parallel plan of the options, as ``plan_for`` takes it."""
         handler = self._run.parallelism.tp_handler
         return "derive" if handler is None else handler.plan
 

@@ -42,7 +42,9 @@ class StepGradients:
         self._parameters = dict(names)
         self._held: dict[int, torch.Tensor] = {}
         self._usual: torch.Tensor | None = None
-        self.spread = backend.layout.degrees[1] > 1 or backend.layout.shared_degrees.get("tp", 1) > 1
+        shared = backend.layout.shared_degrees
+        # Stages of a pipeline have other parameters on each rank, so that their norms are not added up.
+        self.spread = (backend.layout.degrees[1] > 1 or shared.get("tp", 1) > 1) and shared.get("pp", 1) == 1
         self._handles = [
             backend.gradients.watch(optimizer, self._held.update)
             for optimizer in optimizers
