@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench
 Step = Callable[[int], object]
 WIDTH = 64
 # What the documentation says of these: they read one number of the device in each step.
-ALLOWED = {"fp16": 1, "meter with losses watched": 1}
+ALLOWED = {"fp16": 1}
 
 
 def run(bench: Bench) -> None:

@@ -87,7 +87,8 @@ class FSDPBackend(ModuleBackend):
         self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
         check_torch(self._options)
         self._spread = ShardingMesh(self.session, self._options, run.parallelism)
-        self._axes = ModelAxes(run, self._spread.axis)
+        shards = self._spread.degrees[1] // self._spread.expert_size
+        self._axes = ModelAxes(run, self._spread.axis, shards=shards)
         self._source_filled = True
         self._all_filled = True
         self._dropping = False
@@ -285,7 +286,7 @@ class FSDPBackend(ModuleBackend):
     # Helpers of the above
 
     def _units(self, model: nn.Module) -> Units:
-        return units_of(model, self.policy, self._options)
+        return units_of(model, self.policy, self._options, experts=self._axes.experts(innermost(model)))
 
     def _splitting(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
         """Returns, by id, the parameters that will be sharded or are sharded already."""
@@ -306,6 +307,7 @@ class FSDPBackend(ModuleBackend):
             group=self.session.group,
             source_filled=self._source_filled,
             all_filled=self._all_filled,
+            expert_mesh=self._spread.experts if self._spread.expert_size > 1 else None,
         )
 
     def _synchronising(self, model: nn.Module, *, enable: bool) -> AbstractContextManager[Any]:
