@@ -33,7 +33,8 @@ def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
         upcast: whether trainable half-precision parameters are widened to fp32 first.
 
     Raises:
-        PrepareError: the model is wrapped in DDP or FSDP1, partly sharded, or a unit's parameters have several dtypes.
+        PrepareError: the model is wrapped in DDP or FSDP1, partly sharded, has quantized weights that cannot be
+            sharded, or a unit's parameters have several dtypes.
     """
     kind = type(innermost(model)).__name__
     layer: nn.Module | None = model
@@ -53,7 +54,24 @@ def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
             f"{parts[0]} of this {kind} is sharded already (fully_shard), and the whole is not; give prepare the bare "
             "model, or shard all of it yourself"
         )
+    _check_layouts(model, units)
     _check_dtypes(model, units, upcast=upcast)
+
+
+def _check_layouts(model: nn.Module, units: Units) -> None:
+    """Refuses quantized weights, which consist of several tensors, unless their class says how they are gathered."""
+    from torch.distributed.tensor import DTensor
+
+    for name, parameter in _sharded_parameters(model, units):
+        gathers = isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather")
+        if hasattr(parameter, "__tensor_flatten__") and not gathers:
+            kind = type(parameter)
+            raise PrepareError(
+                f"{name} of {type(innermost(model)).__name__} is an {kind.__name__} "
+                f"of {kind.__module__.split('.')[0]}, which cannot be cut into shards; nearest: ignored_modules with "
+                f"{name.rpartition('.')[0]!r} and its like, which stay whole on each rank while the rest is sharded, "
+                "or strategy='ddp'"
+            )
 
 
 def check_hooks(model: nn.Module, units: Units, *, version: int) -> None:
