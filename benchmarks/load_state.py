@@ -3,8 +3,8 @@
 The bases are the least that each rank has to do: write its share and wait for the disk; read its share out of the page
 cache into memory that is allocated already. ``limit`` is the same reading with a CRC-32 of every byte, which the ranks
 of a machine share where they read the same: no load that compares what it reads is faster. ``--peers`` adds torch's
-distributed checkpoint (DCP) with the same model and optimizer, which waits for the disk too and compares nothing. All
-take turns; loads go into the same Accelerator again and again.
+distributed checkpoint (DCP) with the same model and optimizer. It compares nothing, and calls fsync for its files only,
+where accel calls it for the folders too. All take turns; loads go into the same Accelerator again and again.
 """
 
 import os

@@ -67,6 +67,23 @@ def test_modules_that_load_in_their_own_way_are_told_apart(monkeypatch):
     assert not private.loads_as_torch_does(nn.Linear)
 
 
+def test_modules_whose_code_sees_values_in_a_state_dict_are_told_apart(monkeypatch):
+    class Own(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            return super().state_dict(*args, **kwargs)
+
+    class Saving(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    hooked = nn.Linear(1, 1)
+    hooked.register_state_dict_post_hook(lambda *_: None)
+    assert private.saves_as_torch_does(nn.Linear(1, 1))
+    assert not any(map(private.saves_as_torch_does, [Own(1, 1), Saving(1, 1), hooked]))
+    monkeypatch.delattr(nn.Module, "_save_to_state_dict")
+    assert not private.saves_as_torch_does(nn.Linear(1, 1))
+
+
 def test_functions_of_fsdp2_are_told_apart():
     from torch.distributed.fsdp import FSDPModule
 

@@ -83,6 +83,21 @@ def loads_as_torch_does(kind: type[nn.Module]) -> bool:
     return own is not None and getattr(kind, "_load_from_state_dict", None) is own
 
 
+def saves_as_torch_does(module: nn.Module) -> bool:
+    """Whether no code of a module or its hooks sees the values of its own tensors in ``state_dict``.
+
+    False in a torch without ``_save_to_state_dict`` and ``_state_dict_hooks``; the values are then detached.
+    """
+    own = getattr(nn.Module, "_save_to_state_dict", None)
+    kind = type(module)
+    return (
+        own is not None
+        and getattr(kind, "_save_to_state_dict", None) is own
+        and kind.state_dict is nn.Module.state_dict
+        and not getattr(module, "_state_dict_hooks", True)
+    )
+
+
 def is_of_fsdp2(function: object) -> bool:
     """Whether torch's FSDP2 defines a function; False if it moves from ``torch.distributed.fsdp._fully_shard``."""
     module: str = getattr(function, "__module__", None) or ""

@@ -323,6 +323,16 @@ def copies(monkeypatch):
     return loaded
 
 
+def test_hooks_of_a_state_dict_see_detached_values_when_a_state_is_loaded():
+    def look(module, state, prefix, metadata):
+        state[f"{prefix}weight"].numpy()  # which torch refuses to parameters that train
+
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(look)
+    load_model_state(model, {"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+    assert torch.equal(model.weight, torch.ones(2, 2))
+
+
 def test_what_lies_in_the_models_own_memory_is_not_copied_onto_itself(monkeypatch):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     held, other = model_state(model), {name: value + 1 for name, value in model_state(model).items()}

@@ -96,11 +96,11 @@ class Position:
 
     def delivered(self, cursor: Cursor, *, ended: bool) -> "Position":
         """Transition: the pass has delivered up to ``cursor``, which is the end of the epoch if ``ended``."""
-        return replace(self, cursor=cursor, ended=ended, idle=False)
+        return Position(self.phase, cursor, ended, self.chosen)
 
     def left(self) -> "Position":
         """Transition: the loop broke out of the pass, or failed in it."""
-        return replace(self, phase=Phase.LEFT, idle=False)
+        return Position(Phase.LEFT, self.cursor, self.ended, self.chosen)
 
     def given_up(self) -> "Position":
         """Transition: a resumed run should not read the rest of a pass that was left either (an evaluation)."""

@@ -41,16 +41,16 @@ class LoaderProgress:
         """Ends ``run``, which is ``complete`` or was left. A pass that is not ``live`` changes nothing."""
         if self.live is not run:
             return
-        position = self.counted(source)
         if run.complete:
+            position = self.counted(source)
             # Decided by facts that all ranks share, because this rank may have no batch in an epoch in which others
             # have one. The length of a user's dataset may be wrong, hence the second condition.
             self.go(position.finished(advances=source.total_dataset_length != 0 or position.cursor.samples > 0))
         elif run.resumes:
             # ``live`` stays, because a state saved now needs the facts of its last step.
-            self.position = position.left()
-        else:
-            self.go(position.left().given_up())
+            self.position = self.counted(source).left()
+        else:  # whose deliveries need no count, because nothing continues after them
+            self.go(self.position.left().given_up())
 
     def claim(self, run: Pass) -> None:
         """Makes ``run`` the pass that counts, if it is nested in another."""

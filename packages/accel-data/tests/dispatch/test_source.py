@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_data.dispatch.pipeline import _bytes_of
+from accel_data.dispatch.pipeline import _GOODBYE, _bytes_of
 from accel_data.dispatch.source import DispatchSource
 from accel_data.loader import PreparedLoader
 from accel_data.loader_spec import LoaderSpec, open_source
@@ -334,3 +334,9 @@ def test_the_size_of_a_step_is_that_of_all_its_tensors():
     """It bounds what is read ahead: labels that stand first would make it look like nothing."""
     part = {"label": torch.zeros(2, dtype=torch.int64), "image": torch.zeros(2, 3, 4), "name": ["a", "b"]}
     assert _bytes_of((part,)) == 16 + 96
+
+
+def test_a_rank_waits_longer_for_its_thread_than_torch_takes_to_notice_a_dead_worker():
+    from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
+
+    assert _GOODBYE > MP_STATUS_CHECK_INTERVAL

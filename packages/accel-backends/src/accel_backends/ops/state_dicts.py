@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from accel_backends.ops.fqn import first_names, innermost, named_parameters, raw_prefixes
-from accel_backends.private import is_of_fsdp2, loads_as_torch_does, shard_of
+from accel_backends.private import is_of_fsdp2, loads_as_torch_does, saves_as_torch_does, shard_of
 from accel_state.errors import CheckpointMismatchError, PrepareError
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -71,7 +71,7 @@ def load_model_state(
     """
     model = innermost(model)
     stored, prefixes = first_names(model), raw_prefixes(model)
-    own = model.state_dict()
+    own = _own_tensors(model)
     wanted = {raw: _stored_name(raw, stored, prefixes) for raw in own}
     aliases = {_plain_name(raw, prefixes): name for raw, name in wanted.items()}
     given = {aliases.get(name, name): value for name, value in state.items()}
@@ -267,6 +267,13 @@ def _load(module: nn.Module, state: Mapping[str, Any]) -> None:
         inner = module._modules[name]
         if inner is not None:
             _load(inner, given)
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Any]:
+    """Returns the model's ``state_dict`` for comparisons; detaching each DTensor would take as long as loading it."""
+    if all(map(saves_as_torch_does, model.modules())):
+        return model.state_dict(keep_vars=True)
+    return model.state_dict()
 
 
 def _loads_as_torch_does(module: nn.Module) -> bool:

@@ -26,8 +26,10 @@ _MOST_BYTES = 8 << 20
 _HURRY = 0.002
 """Seconds for which steps are collected into one message while the loop waits for a step."""
 _LOOK_EVERY = 0.5
-_GOODBYE = 5.0
-"""Seconds for which a rank that leaves the loop waits for its thread, which then continues in the background."""
+_GOODBYE = 7.5
+"""Seconds for which a rank that leaves the loop waits for its thread, which then continues in the background.
+
+More than the five after which torch's loader notices that a worker has died, because the thread may wait for that."""
 
 
 class Dispatched(NamedTuple):

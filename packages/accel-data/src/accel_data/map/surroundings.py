@@ -17,20 +17,25 @@ class Basis:
     """Attributes from which a sampler's order was computed, to detect that the user has changed the sampler."""
 
     def __init__(self, sampler: Any) -> None:
-        self._values = [_content(getattr(sampler, name, None)) for name in _BASIS]
+        values = [(name, getattr(sampler, name, None)) for name in _BASIS]
+        self._values = [(name, value, _version_of(value)) for name, value in values]
 
     def differs(self, sampler: Any) -> bool:
         """Whether an attribute was assigned, or a tensor changed in place; changes inside lists are not detected."""
-        now = [_content(getattr(sampler, name, None)) for name in _BASIS]
-        return any(
-            version != version_now or not (value is other or (isinstance(value, int) and value == other))
-            for (value, version), (other, version_now) in zip(self._values, now, strict=True)
-        )
+        for name, value, version in self._values:
+            now = getattr(sampler, name, None)
+            if now is None and value is None:  # as most of them are, and a resumed run waits for this
+                continue
+            same = value is now or (isinstance(value, int) and value == now)
+            if not same or version != _version_of(now):
+                return True
+        return False
 
 
-def _content(value: Any) -> tuple[Any, int]:
+def _version_of(value: Any) -> int:
+    """Returns the number of changes of a tensor in place; 0 for other values."""
     counts = isinstance(value, torch.Tensor) and not value.is_inference()
-    return value, value._version if counts else 0
+    return value._version if counts else 0
 
 
 def _chain_of(parts: DataLoaderParts) -> list[Any]:
