@@ -78,6 +78,12 @@ class SettingProperties:
         return self.state.deepspeed_plugin
 
     @property
+    def deepspeed_config(self) -> Any:
+        """DeepSpeed's configuration, in which ``prepare`` replaces every "auto"; None without DeepSpeed."""
+        plugin = self.deepspeed_plugin
+        return None if plugin is None else plugin.deepspeed_config
+
+    @property
     def parallelism_config(self) -> Any:
         """Degrees of parallelism, or None."""
         return self.state.parallelism_config

@@ -12,6 +12,6 @@ from accel_compat.helpers.precision import get_fsdp2_grad_scaler as get_fsdp2_gr
 from accel_compat.options.fsdp import get_parameters_from_modules as get_parameters_from_modules
 from accel_compat.checkpoints.sharded import load_fsdp_model as load_fsdp_model
 from accel_compat.checkpoints.sharded import load_fsdp_optimizer as load_fsdp_optimizer
-from accel_compat.absent import merge_fsdp_weights as merge_fsdp_weights
+from accel_compat.checkpoints.sharded import merge_fsdp_weights as merge_fsdp_weights
 from accel_compat.checkpoints.sharded import save_fsdp_model as save_fsdp_model
 from accel_compat.checkpoints.sharded import save_fsdp_optimizer as save_fsdp_optimizer

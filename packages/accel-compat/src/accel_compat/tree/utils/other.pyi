@@ -16,4 +16,4 @@ from accel_compat.helpers.models import model_has_dtensor as model_has_dtensor
 from accel_compat.helpers.models import recursive_getattr as recursive_getattr
 from accel_compat.checkpoints.pickles import save as save
 from accel.utils.other import wait_for_everyone as wait_for_everyone
-from accel_compat.absent import write_basic_config as write_basic_config
+from accel_compat.commands.config_files import write_basic_config as write_basic_config
