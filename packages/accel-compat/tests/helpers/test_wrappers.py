@@ -68,3 +68,16 @@ def test_weights_of_4_or_8_bits_train_on_one_device(places):
     model.is_loaded_in_8bit = True
     with pytest.raises(ValueError, match=r"offload|one device"):
         check_quantized(model)
+
+
+def test_regions_are_compiled_in_place():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Block(), Block()]), "head": nn.Linear(2, 2)})
+    assert importlib.import_module("accelerate.utils").compile_regions_fsdp2(model, backend="eager") is model
+    compiled = {name for name, one in model.named_modules() if one._compiled_call_impl is not None}
+    assert compiled == {"blocks.0", "blocks.1", "head"}
+    assert type(model["blocks"][0]) is Block

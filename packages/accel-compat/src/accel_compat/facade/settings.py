@@ -78,6 +78,11 @@ class SettingProperties:
         return self.state.deepspeed_plugin
 
     @property
+    def backend(self) -> Any:
+        """accel's backend, which trains."""
+        return self._backend
+
+    @property
     def deepspeed_config(self) -> Any:
         """DeepSpeed's configuration, in which ``prepare`` replaces every "auto"; None without DeepSpeed."""
         plugin = self.deepspeed_plugin

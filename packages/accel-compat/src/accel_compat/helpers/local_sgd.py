@@ -24,7 +24,7 @@ class CompatLocalSGD:
     """Within the block, ranks train separately, and ``step`` averages their parameters every few steps."""
 
     def __init__(self, accelerator: Any, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
-        run: Any = _Run(accelerator.num_processes, accelerator._backend)
+        run: Any = _Run(accelerator.num_processes, accelerator.backend)
         self._inner = LocalSGD(run, model, local_sgd_steps, enabled)
 
     @property

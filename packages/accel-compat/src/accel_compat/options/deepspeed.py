@@ -284,7 +284,12 @@ def translate_deepspeed(plugin: Any, *, on_cpu: bool = False) -> Any:
         document.pop("fp16", None)
     section = document[ZERO]
     stage = section.get("stage", AUTO)
-    if stage != AUTO and int(stage) < 3:
+    if stage != AUTO:
+        section["stage"] = stage = int(str(stage).removeprefix("zero"))
+    steps = document.get("scheduler", {}).get("params", {})
+    if steps.get("warmup_num_steps") == 0:
+        steps["warmup_num_steps"] = 1  # DeepSpeed's schedulers accept no 0
+    if stage != AUTO and stage < 3:
         section.pop("offload_param", None)
     if stage == 0:
         section.pop("offload_optimizer", None)

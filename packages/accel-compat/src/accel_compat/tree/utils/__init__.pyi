@@ -85,8 +85,8 @@ from accel_compat.checkpoints.pickles import clean_state_dict_for_safetensors as
 from accel.utils.environment import clear_environment as clear_environment
 from accel.utils.versions import compare_versions as compare_versions
 from accel.utils.other import compile_regions as compile_regions
-from accel_compat.absent import compile_regions_deepspeed as compile_regions_deepspeed
-from accel_compat.absent import compile_regions_fsdp2 as compile_regions_fsdp2
+from accel_compat.helpers.compiled_regions import compile_regions_in_place as compile_regions_deepspeed
+from accel_compat.helpers.compiled_regions import compile_regions_in_place as compile_regions_fsdp2
 from accel_inference import compute_module_sizes as compute_module_sizes
 from accel.utils.operations import concatenate as concatenate
 from accel_compat.absent import contextual_fp8_autocast as contextual_fp8_autocast

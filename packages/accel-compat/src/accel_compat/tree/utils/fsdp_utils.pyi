@@ -1,4 +1,4 @@
-from accel_compat.absent import compile_regions_fsdp2 as compile_regions_fsdp2
+from accel_compat.helpers.compiled_regions import compile_regions_in_place as compile_regions_fsdp2
 from accel_compat.helpers.fsdp import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from accel_compat.helpers.fsdp import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from accel_compat.absent import ensure_weights_retied as ensure_weights_retied
