@@ -137,7 +137,8 @@ class PreparingMethods:
                 results[n] = self._wrapped(optimizer, placement[n])
             if self._drives_schedulers:
                 for n, scheduler in zip(schedulers, bundle.schedulers, strict=True):
-                    results[n] = scheduler
+                    dummy = isinstance(results[n], _dummy_scheduler())
+                    results[n] = self._engine_scheduler(scheduler) if dummy else scheduler
         for n in wanted:
             if n not in together:
                 results[n] = self.prepare_optimizer(results[n], device_placement=placement[n])
@@ -242,6 +243,13 @@ class PreparingMethods:
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
+        prepared._is_accelerate_prepared = True  # type: ignore[attr-defined]
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _engine_scheduler(self: Any, scheduler: Any) -> AcceleratedScheduler:
+        """Prepares the scheduler in place of a ``DummyScheduler``: DeepSpeed counts optimizer steps, not processes."""
+        prepared = AcceleratedScheduler(scheduler, self._optimizers, split_batches=True)
         prepared._is_accelerate_prepared = True  # type: ignore[attr-defined]
         self._schedulers.append(prepared)
         return prepared

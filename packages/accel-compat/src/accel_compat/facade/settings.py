@@ -11,6 +11,7 @@ class SettingProperties:
 
     dataloader_config: DataLoaderConfiguration
     project_configuration: Any
+    _backend: Any
     state: Any
 
     @property

@@ -105,6 +105,7 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
         if step.device == "disk":
             assert offload_folder is not None
             _offload(step.name, _in_wanted_dtype(step, wanted, in_fp32), offload_folder, index)
+            set_module_tensor_to_device(model, step.name, "meta")
     placed = [step for step in plan if step.device != "disk"]
     values = read_in_order(_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
     for step, value in zip(placed, values, strict=True):
