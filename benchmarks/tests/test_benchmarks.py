@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Options that leave the quickest part that still shows every column; columns that hold numbers in some row.
 RUNS = {
+    "axes": (["--cases", "tp:2"], {"raw_ms", "wall_ratio", "cpu_ratio", "+-"}),
     "checkpoint": (["--ranks", "1"], {"mib", "base_ms", "goal", "accel", "extra_memory"}),
     "collectives": ([], {"bare_us", "by_hand_to_bare", "accel_to_bare", "accel_to_by_hand"}),
     "deepspeed": (["--stages", "1"], {"raw_ms", "wall_percent", "cpu_percent"}),
@@ -20,7 +21,7 @@ RUNS = {
     "import_and_cli": ([], {"seconds", "base_seconds", "added_ms"}),
     "load_state": (["--cases", "single"], {"mib", "base_ms", "goal", "accel", "fastest", "limit", "to_limit"}),
     "loader": (["--ranks", "2"], {"raw_us", "goal", "accel"}),
-    "offload": ([], {"rows", "plain_ms", "read_ms", "cpu", "disk", "blocks_extra"}),
+    "offload": ([], {"rows", "plain_ms", "read_ms", "cpu", "disk", "blocks_extra", "mapped", "new"}),
     "padding": ([], {"padding", "saved", "work", "batches", "largest_to_mean"}),
     "planner": (["--ranks", "1", "--shapes", "mlp"], {"parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"}),
     "planner_xla": ([], {"parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"}),

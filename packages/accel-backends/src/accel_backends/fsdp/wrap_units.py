@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_backends.core.option_parsing import AutoWrap
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.ops.compile import repeated_blocks
+from accel_backends.ops.blocks import blocks_by_class, declared_or_repeated_blocks
 from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.private import BatchNorm
 from accel_state.errors import PrepareError
@@ -27,6 +27,7 @@ class Units:
     Attributes:
         blocks: the model's repeated blocks, to which activation checkpointing applies.
         extra: modules that are units for another reason (large embeddings).
+        experts: modules of experts, which are sharded over a mesh of their own under expert parallelism.
         wide: batch normalisations, units of their own because they compute in full precision.
         ignored: modules that are not sharded, with their submodules.
         tied: modules selected by the options that are no units, because they share a parameter with modules outside.
@@ -34,6 +35,7 @@ class Units:
 
     blocks: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
@@ -41,32 +43,35 @@ class Units:
     @property
     def inside_out(self) -> list[str]:
         """All units, each after the units inside it, in the same order on all ranks: block 10 after block 9."""
-        return sorted({*self.blocks, *self.extra, *self.wide}, key=lambda name: (-name.count("."), natural(name)))
+        return sorted(
+            {*self.blocks, *self.extra, *self.experts, *self.wide}, key=lambda name: (-name.count("."), natural(name))
+        )
 
 
-def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) -> Units:
+def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False, experts: Sequence[str] = ()) -> Units:
     """Returns the units of a model by the options; pure.
 
     Args:
         halves: whether units compute in half precision, in which running statistics would drift.
+        experts: names of modules of experts that expert parallelism divides.
 
     Raises:
-        PrepareError: no module has a given class (the message lists the classes); or there is no block for activation
-            checkpointing.
+        PrepareError: no module has a given class (the message lists the classes); or experts are among the ignored
+            modules.
     """
     model = innermost(model)
     modules = dict(model.named_modules())
     ignored = _ignored(modules, config)
+    if excluded := [name for name in experts if _within(name, ignored)]:
+        raise PrepareError(
+            f"ignored_modules holds {excluded[0]}, whose experts ep_size divides among ranks; nearest: leave it out "
+            "of ignored_modules, or ep_size=1"
+        )
     left_out = {module for name in ignored for module in modules[name].modules()}
     open_modules = {name: module for name, module in modules.items() if module not in left_out}
     asked = [name for name in _asked(model, open_modules, config) if name and _can_be_unit(open_modules.get(name))]
     leaking = _tied_outside(model, {name: modules[name] for name in open_modules if name})
     blocks = tuple(name for name in asked if name not in leaking)
-    if config.activation_checkpointing and not blocks:
-        raise PrepareError(
-            f"activation_checkpointing=True, and {type(model).__name__} has no blocks that could be computed again: it "
-            "repeats none, and none were named; give transformer_cls_names_to_wrap or an auto_wrap_policy"
-        )
     automatic = config.auto_wrap_policy in (None, AutoWrap.TRANSFORMER_BASED_WRAP)
     extra = _embeddings(open_modules, blocks, leaking) if automatic and blocks else ()
     wide = tuple(
@@ -74,26 +79,8 @@ def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) ->
         for name, module in open_modules.items()
         if halves and name and isinstance(module, BatchNorm) and module.affine and name not in leaking
     )
-    return Units(blocks, extra, wide, ignored, tuple(name for name in asked if name in leaking))
-
-
-def units_by_class(model: nn.Module, names: Sequence[str], *, strict: bool = True) -> list[str]:
-    """Returns the names of the modules whose class name is one of ``names``.
-
-    Raises:
-        PrepareError: with ``strict``, no module has one of the classes.
-    """
-    found = {name: type(module).__name__ for name, module in model.named_modules()}
-    known = list(dict.fromkeys(found.values()))
-    missing = [name for name in names if name not in known]
-    if missing and strict:
-        near = get_close_matches(missing[0], known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PrepareError(
-            f"Could not find the transformer layer class {missing[0]} in the model. {type(model).__name__} consists of "
-            f"{', '.join(known)}{hint}"
-        )
-    return [name for name, kind in found.items() if kind in names]
+    tied = tuple(name for name in asked if name in leaking)
+    return Units(blocks, extra, tuple(experts), wide, ignored, tied)
 
 
 def units_by_size(model: nn.Module, least: int) -> list[str]:
@@ -162,10 +149,8 @@ def _asked(model: nn.Module, modules: dict[str, nn.Module], config: FSDPConfig) 
     if callable(policy) and not isinstance(policy, AutoWrap):
         return units_by_policy(modules.items(), policy)
     if config.transformer_cls_names_to_wrap:
-        return units_by_class(model, config.transformer_cls_names_to_wrap)
-    declared = getattr(model, "_no_split_modules", None)
-    found = units_by_class(model, list(declared), strict=False) if declared else []
-    return found or repeated_blocks(model)
+        return blocks_by_class(model, config.transformer_cls_names_to_wrap)
+    return declared_or_repeated_blocks(model)
 
 
 def _ignored(modules: dict[str, nn.Module], config: FSDPConfig) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from accel_inference.module_tensors.ties import (
     retie_parameters,
 )
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
+from accel_inference.weights.mapped_files import MappedFiles
 from accel_inference.weights.offload_folder import offload_weight, save_offload_index
 from accel_inference.weights.reading import read_in_order
 from accel_inference.weights.sources import FileWeight, Weight
@@ -41,6 +42,8 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    mapped: bool = False,
 ) -> None:
     """Reads a checkpoint (see :func:`checkpoint_files`) into a model, whose parameters may be on the meta device.
 
@@ -52,16 +55,16 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
     Weights have ``dtype`` or that of the checkpoint; ``keep_in_fp32_modules`` names modules that stay float32. Names
     that only one side has are logged, or with ``strict`` refused.
 
+    With ``mapped`` the weights on the CPU are pages of the safetensors files (see :class:`MappedFiles`): nothing is
+    read or copied now. The files must stay as they are while the model lives. Files of torch's zip format are mapped
+    in any case.
+
     Raises:
         ValueError: a module has no device in the map, or is on disk without an offload folder.
         CheckpointMismatchError: a weight has another shape; with ``strict`` also another set of names.
         CheckpointError: a file is corrupt, cannot be read, or would run code when it is read.
     """
-    if offload_8bit_bnb or broadcast_from_rank0 or not full_state_dict:
-        raise ValueError(
-            "offload_8bit_bnb, broadcast_from_rank0 and full_state_dict=False are not served here; to load a model "
-            "that is sharded over ranks, use Accelerator.load_model"
-        )
+    refuse_sharded(offload_8bit_bnb or broadcast_from_rank0 or not full_state_dict)
     load_weights(
         model,
         checkpoint_weights(checkpoint),
@@ -71,7 +74,17 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
         offload_buffers=offload_buffers,
         keep_in_fp32_modules=keep_in_fp32_modules,
         strict=strict,
+        mapped=mapped,
     )
+
+
+def refuse_sharded(asked: bool) -> None:
+    """Refuses arguments that are served elsewhere, if one of them is given."""
+    if asked:
+        raise ValueError(
+            "offload_8bit_bnb, broadcast_from_rank0 and full_state_dict=False are not served here; to load a model "
+            "that is sharded over ranks, use Accelerator.load_model"
+        )
 
 
 def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
@@ -84,9 +97,14 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     offload_buffers: bool = False,
     keep_in_fp32_modules: Sequence[str] | None = None,
     strict: bool = False,
+    mapped: bool = False,
     besides: Collection[str] = (),
-) -> None:
-    """Does what :func:`load_checkpoint_in_model` says with weights by name; the caller loads those in ``besides``."""
+) -> dict[str, Any]:
+    """Does what :func:`load_checkpoint_in_model` says with weights by name; the caller loads those in ``besides``.
+
+    Returns the entries of the weights on disk: the index of the folder may have others, or have them no more when
+    another process has loaded another checkpoint.
+    """
     ties = find_tied_parameters(model)
     _check_config(model, ties, device_map)
     targets = _targets(model)
@@ -106,13 +124,15 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
             assert offload_folder is not None
             _offload(step.name, _in_wanted_dtype(step, wanted, in_fp32), offload_folder, index)
             set_module_tensor_to_device(model, step.name, "meta")
-    placed = [step for step in plan if step.device != "disk"]
-    values = read_in_order(_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
+    placed = sorted((step for step in plan if step.device != "disk"), key=_place_in_files)
+    weights = (_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
+    values = read_in_order(map(MappedFiles().weight, weights) if mapped else weights)
     for step, value in zip(placed, values, strict=True):
         set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
     retie_parameters(model, ties)
+    return index
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +143,12 @@ class _Step:
     source: Weight
     device: int | str | torch.device
     target: Tensor
+
+
+def _place_in_files(step: _Step) -> tuple[str, int]:
+    """Sorts the weights of files by their place there, because disks read fastest in that order."""
+    source = step.source
+    return (str(source.file.path), source.offset) if isinstance(source, FileWeight) else ("", 0)
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:

@@ -4,10 +4,12 @@ import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
+
+from accel_state.device.device import Device
 
 
 @final
@@ -66,11 +68,11 @@ def largest_tensors(names: Mapping[int, str], count: int = 20) -> list[HeldTenso
     return sorted(found.values(), key=lambda one: -one.nbytes)[:count]
 
 
-def write_snapshot(path: Path, error: BaseException, tensors: Iterable[HeldTensor], device: Any) -> None:
-    """Writes the error, the allocator's own snapshot if there is one, and the tensors."""
+def write_snapshot(path: Path, error: BaseException, tensors: Iterable[HeldTensor], device: Device) -> None:
+    """Writes the error, the tensors, and the summary of torch's allocator if the device has one."""
     lines = [f"{type(error).__name__}: {error}", "", *map(str, tensors)]
-    if device.type == "cuda":
-        lines += ["", torch.cuda.memory_summary(device)]
+    if summary := device.memory_summary():
+        lines += ["", summary]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

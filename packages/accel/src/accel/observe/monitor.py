@@ -122,7 +122,7 @@ class Monitor:
             every=every,
             tokens=tokens,
             flops_per_sample=flops_per_sample,
-            peak=peak_flops or looked_up(session.device.torch.type),
+            peak=peak_flops or looked_up(session.device),
             watch_loss=LossWatch() if watch_loss is True else watch_loss or None,
         )
         self._log.phases = self._meter.clock
@@ -188,5 +188,5 @@ class Monitor:
                 if path is not None:
                     session = self._strategy.session
                     place = Path(str(path).replace("{rank}", str(session.rank)))
-                    write_snapshot(place, error, held, session.device.torch)
+                    write_snapshot(place, error, held, session.device)
             raise
