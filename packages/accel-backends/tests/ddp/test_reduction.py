@@ -154,6 +154,27 @@ def test_two_backwards_are_both_reduced(rank: int, forwards: int, unused: bool) 
 
 
 @pytest.mark.ranks(2)
+def test_after_a_backward_of_another_model_no_sync_keeps_the_gradients_of_this_rank(rank: int) -> None:
+    ddp, model, own, reference, other = prepared()
+    unrelated = nn.Linear(WIDTH, 1).double()
+    for number in range(3):
+        for micro in range(2):
+            batch = rows(number, micro)
+            ddp.backward(unrelated(batch[rank]).mean())
+            with ddp.no_sync(reference if micro else model):
+                ddp.backward(model(batch[rank], (0, 1, 2)).square().mean())
+            if not micro:
+                alone = copy.deepcopy(reference)
+                alone(batch[rank], (0, 1, 2)).square().mean().backward()
+                for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad, expected.grad, rtol=0, atol=1e-12)
+            for each in range(RANKS):
+                (reference(batch[each], (0, 1, 2)).square().mean() / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("unused", [False, True], ids=["all used", "find unused"])
 def test_a_triggered_backward_reduces_after_the_block_of_its_forward_has_ended(rank: int, unused: bool) -> None:
     ddp, model, own, reference, other = prepared(find_unused_parameters=unused)

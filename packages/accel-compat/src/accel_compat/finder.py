@@ -1,8 +1,10 @@
 """Finder that resolves ``accelerate`` and its submodules to this package, while it is installed."""
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,6 +16,7 @@ from accel_state.lazy import attach_stub
 NAME = "accelerate"
 VERSION = "1.15.0"
 TREE = Path(__file__).parent / "tree"
+_SAME = re.compile(r"^from (\S+) import \*", re.MULTILINE)
 _METADATA = f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
 
 
@@ -73,6 +76,30 @@ class _Loader(InspectLoader):
 
 
 @final
+class _SameLoader(InspectLoader):
+    """Gives a module of this package under Accelerate's name too, so that its names can be replaced there."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+        self.spec = module.__spec__
+
+    def get_source(self, fullname: str) -> str:
+        """Source that ``python -m accelerate.X`` runs."""
+        return f"from {fullname} import main\nraise SystemExit(main())\n"
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+
+def _loader(stub: Path) -> InspectLoader:
+    same = _SAME.search(stub.read_text(encoding="utf-8"))
+    return _Loader() if same is None else _SameLoader(import_module(same[1]))
+
+
+@final
 class _Finder(MetaPathFinder):
     """First entry of ``sys.meta_path`` while Accelerate's names are offered."""
 
@@ -83,7 +110,7 @@ class _Finder(MetaPathFinder):
         if stub is None:
             return None  # the parent's folder has no other module, and a finder of the program may know one
         package = stub.name == "__init__.pyi"
-        spec = ModuleSpec(fullname, _Loader(), origin=str(stub), is_package=package)
+        spec = ModuleSpec(fullname, _loader(stub), origin=str(stub), is_package=package)
         if package:
             spec.submodule_search_locations = [str(stub.parent)]
         return spec
@@ -113,7 +140,8 @@ def uninstall() -> None:
     """Removes the finder and the modules that it made; ``import accelerate`` then finds an installed Accelerate."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
-        if isinstance(getattr(sys.modules[name].__spec__, "loader", None), _Loader):
+        module = sys.modules[name]
+        if isinstance(getattr(module.__spec__, "loader", None), _Loader) or module.__name__ != name:
             del sys.modules[name]
 
 

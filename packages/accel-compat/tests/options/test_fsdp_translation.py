@@ -1,6 +1,7 @@
 """accel's options of FSDP with the values of Accelerate's plugin."""
 
 import pytest
+import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_backends.fsdp.config import BackwardPrefetch
@@ -33,3 +34,20 @@ from accel_compat.options.fsdp_translation import translate_fsdp
 def test_options_of_the_plugin_are_those_of_the_backend(given, expected):
     made = translate_fsdp(CompatFSDPPlugin(**given))
     assert {name: getattr(made, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_dtypes_that_the_user_gave_override_those_of_the_precision(version):
+    given = {"fsdp_version": version, "mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+    if version == 1:
+        given["use_orig_params"] = True
+    plugin = CompatFSDPPlugin(**given)
+    plugin.set_mixed_precision("fp16")
+    made = translate_fsdp(plugin).mixed_precision_policy
+    assert (made["param_dtype"], made["reduce_dtype"]) == (torch.bfloat16, torch.float32)
+
+
+def test_without_them_the_backend_has_those_of_the_precision():
+    plugin = CompatFSDPPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert translate_fsdp(plugin).mixed_precision_policy is None

@@ -127,6 +127,18 @@ def test_a_checkpoint_is_loaded_and_dispatched(model, three_layers, device_map, 
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_loading_without_a_map_ends_an_earlier_dispatch(model, three_layers, tmp_path):
+    expected = model(X)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = load_checkpoint_and_dispatch(three_layers(), tmp_path, HALF, offload_folder=tmp_path).eval()
+    (tmp_path / "other.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    (tmp_path / "other.safetensors").replace(tmp_path / "model.safetensors")
+    load_checkpoint_and_dispatch(loaded, tmp_path)
+    assert torch.equal(loaded(X), expected)
+    assert not hasattr(loaded, "hf_device_map")
+    assert torch.equal(loaded.to("cpu")(X), expected)
+
+
 def test_an_unknown_way_and_missing_weights_are_refused(model, three_layers, tmp_path):
     save_file({"linear1.weight": model.linear1.weight.detach()}, tmp_path / "model.safetensors")
     with init_empty_weights():

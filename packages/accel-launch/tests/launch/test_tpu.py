@@ -332,3 +332,10 @@ def test_a_pod_and_a_command_are_needed(argv, words):
 
     with pytest.raises(ConfigError, match=words):
         command_line().main(["tpu-config", *argv], "accel", standalone_mode=False)
+
+
+def test_a_file_for_tpu_config_serves_launches_without_a_pod(tmp_path):
+    (tmp_path / "settings.yaml").write_text("tpu_name: pod\ntpu_zone: here\ncommands: [ls]\n")
+    (tmp_path / "train.py").write_text("")
+    config = resolve_config({}, {}, str(tmp_path / "settings.yaml"))
+    assert "processes" in prepare(config, [str(tmp_path / "train.py")], {}).plan.to_json()

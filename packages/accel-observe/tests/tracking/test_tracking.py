@@ -34,6 +34,7 @@ from accel_observe.tracking import (
 from accel_observe.tracking.base import Continuation
 from accel_observe.tracking.delivery_queue import DeliveryQueue
 from accel_observe.tracking.reductions import reduction_of
+from accel_observe.tracking.registry import registered_trackers, unregister_tracker_class
 from accel_observe.tracking.spool import Spool, SpooledCall
 from accel_observe.tracking.values import as_json, flatten, numbers, pictures, plain, snapshot
 from accel_state.errors import ConfigError
@@ -540,6 +541,11 @@ def test_classes_are_registered_by_name(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         register_tracker_class(Named)
     assert "'named' is replaced" in caplog.text
+    assert registered_trackers()["named"] is Named
+    unregister_tracker_class("named")
+    assert "named" not in registered_trackers()
+    with pytest.raises(ConfigError, match="named"):
+        filter_trackers("named")
     for wrong in (int, type("Bare", (GeneralTracker,), {})):
         with pytest.raises(ConfigError):
             register_tracker_class(wrong)

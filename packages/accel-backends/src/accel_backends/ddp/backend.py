@@ -96,6 +96,9 @@ class DDPBackend(ModuleBackend):
             return NOTHING
         if wrapped.static_graph and not any(one.recorded for one in self._reductions if one.model is wrapped):
             return NOTHING
+        for reduction in self._reductions:
+            if reduction.model is wrapped:
+                reduction.settle()
         return wrapped.no_sync()
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -40,12 +40,13 @@ class Reduction:
         recorded: a synchronising backward has run, in which torch records a static graph.
     """
 
-    __slots__ = ("_before", "_expected", "_group", "_model", "_others", "_sparse", "recorded")
+    __slots__ = ("_before", "_expected", "_group", "_model", "_others", "_prepared", "_sparse", "recorded")
 
     def __init__(self, model: DistributedDataParallel, group: Any = None, *, given: bool = False) -> None:
         model.__dict__["require_forward_param_sync"] = _SPENT  # the first backward may go through another method
         self._group = group
         self.recorded = False
+        self._prepared = False  # the last backward was prepared here, and not by a forward of the model
         # With a static graph: marks of the gradients before a backward that follows no forward of this model.
         self._before: GradientMarks | None = None
         self._expected: list[torch.Tensor] = []  # in the reducer's order, which its parameter indices refer to
@@ -73,7 +74,10 @@ class Reduction:
                 forward.
         """
         model = self._model()
-        if model is None or not model.require_backward_grad_sync or model.require_forward_param_sync is True:
+        if model is None or not model.require_backward_grad_sync:
+            return
+        self._prepared = model.require_forward_param_sync is not True and not model.static_graph
+        if model.require_forward_param_sync is True:
             return
         if model.static_graph:
             if model.require_forward_param_sync is _SPENT:
@@ -86,6 +90,20 @@ class Reduction:
             )
         model._has_rebuilt_buckets = model.reducer._rebuild_buckets() or model._has_rebuilt_buckets
         model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
+
+    def settle(self) -> None:
+        """Ends the preparation of a backward that reached no parameter, because the next one is under ``no_sync``.
+
+        torch does not say whether the reducer still expects gradients: if it does not, these of -0.0 change nothing.
+        """
+        model = self._model()
+        if model is None or not self._prepared or model.require_forward_param_sync is True:
+            return
+        self._prepared = False
+        without = [parameter for parameter in self._expected if parameter.grad is None]
+        self._add_nothing(self._expected)
+        if without:
+            _drop_nothing(without)
 
     def finish(self) -> None:
         """Reduces, after a backward, the parameters that it left out and those that were frozen when DDP was built.
@@ -125,12 +143,16 @@ class Reduction:
                 raise BackendError("DistributedDataParallel waits for gradients that it has been given")
             passed.update(map(id, missing))
             without += [parameter for parameter in missing if parameter.grad is None]
-            frozen = [parameter for parameter in missing if not parameter.requires_grad]
-            _set_requires_grad(frozen, True)
-            torch.autograd.backward(missing, [self._nothing(parameter) for parameter in missing])
-            _set_requires_grad(frozen, False)
+            self._add_nothing(missing)
         if without:
             _drop_nothing(without)
+
+    def _add_nothing(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Passes the reducer gradients of -0.0, those of frozen parameters included."""
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        _set_requires_grad(frozen, True)
+        torch.autograd.backward(parameters, [self._nothing(parameter) for parameter in parameters])
+        _set_requires_grad(frozen, False)
 
     def _missing(self, model: DistributedDataParallel) -> list[torch.Tensor]:
         """Returns the first 100 parameters whose gradients the reducer waits for; none if it has reduced all."""

@@ -4,11 +4,14 @@
 torch's distributed checkpoints.
 """
 
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
@@ -113,3 +116,33 @@ def _read(plugin: Any, accelerator: Any, state: Any, folder: Any, stem: str, key
     held = {key: state}
     load_shards(held, checkpoint_id=_folder(folder, stem, index))
     return held[key]
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: Any, output_path: Any, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
+) -> None:
+    """Writes the shards of a model as one file of full tensors, on rank 0, which holds all of them in memory.
+
+    Raises:
+        ValueError: ``checkpoint_dir`` has no shards of torch's distributed checkpoints.
+    """
+    from accel_compat.checkpoints.pickles import save
+    from accel_compat.state.process_state import SharedPartialState
+
+    source, target = Path(checkpoint_dir), Path(output_path)
+    if not (source / ".metadata").is_file():
+        found = [path.name for path in sorted(source.glob("pytorch_model_fsdp_*"))] if source.is_dir() else []
+        hint = f"; nearest: {source / found[0]}" if found else ""
+        raise ValueError(f"{source} has no shards of a distributed checkpoint (no file .metadata){hint}")
+    state = SharedPartialState()
+    if state.is_main_process:
+        target.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=target) as folder:
+            dcp_to_torch_save(source, Path(folder) / "full.bin")
+            tensors = load(Path(folder) / "full.bin", map_location="cpu")
+        tensors = tensors["model"] if list(tensors) == ["model"] else tensors
+        name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+        save(tensors, target / name, safe_serialization=safe_serialization)
+        if remove_checkpoint_dir:
+            shutil.rmtree(source)
+    state.wait_for_everyone()

@@ -105,6 +105,7 @@ class CompatAccelerator(
         self._save_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self.has_lomo_optimizer = False
+        self.deepspeed_engine_wrapped: Any = None
         from accel_compat.helpers.tracking import filter_trackers
 
         self.log_with = filter_trackers(log_with, self.logging_dir)
@@ -119,7 +120,9 @@ class CompatAccelerator(
         if self.distributed_type == DistributedType.DEEPSPEED:
             from accel_compat.options.deepspeed import translate_deepspeed
 
-            plugins["deepspeed_plugin"] = translate_deepspeed(self.state.deepspeed_plugin)
+            plugins["deepspeed_plugin"] = translate_deepspeed(
+                self.state.deepspeed_plugin, on_cpu=self.device.type == "cpu"
+            )
         elif self.distributed_type == DistributedType.FSDP:
             from accel_compat.options.fsdp_translation import translate_fsdp
 

@@ -35,9 +35,9 @@ def open_backend(
 ) -> Components:
     """Opens accel's parts for a run with these options.
 
-    fp16 on a CPU is computed in fp32, as Accelerate does.
+    fp16 on a CPU is computed in fp32, as Accelerate does; with DeepSpeed the preparation of a model refuses it.
     """
-    if precision == "fp16" and device_type == "cpu" and not plugins.get("deepspeed_plugin"):
+    if precision == "fp16" and device_type == "cpu":
         precision = "no"
     return open_parts(
         {

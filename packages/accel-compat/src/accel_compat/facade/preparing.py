@@ -9,6 +9,7 @@ from torch import nn
 
 from accel_backends import Bundle
 from accel_compat.data.prepare import prepare_data_loader
+from accel_compat.facade.deepspeed import complete, note_engine
 from accel_compat.facade.optimizer import AcceleratedOptimizer
 from accel_compat.facade.scheduler import AcceleratedScheduler
 from accel_state.enums import DistributedType, DynamoBackend
@@ -17,6 +18,28 @@ from accel_state.enums import DistributedType, DynamoBackend
 def is_scheduler(item: Any) -> bool:
     """Whether an object is a learning-rate scheduler."""
     return isinstance(item, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def check_quantized(item: Any) -> None:
+    """Refuses models with weights of 4 or 8 bits that cannot be trained where they are.
+
+    Raises:
+        ValueError: such a model is spread over several devices, or a part of it is offloaded.
+    """
+    places = getattr(item, "hf_device_map", None)
+    if not places or not (getattr(item, "is_loaded_in_8bit", False) or getattr(item, "is_loaded_in_4bit", False)):
+        return
+    from accel.utils.imports import is_bitsandbytes_multi_backend_available
+
+    names = {str(place) for place in places.values()}
+    if "disk" in names or ("cpu" in names and not is_bitsandbytes_multi_backend_available()):
+        raise ValueError(
+            "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk offload."
+        )
+    if len(names) > 1:
+        raise ValueError(
+            f"A model in 8-bit or 4-bit precision trains on one device, and this one is on {sorted(names)}."
+        )
 
 
 class PreparingMethods:
@@ -42,7 +65,11 @@ class PreparingMethods:
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects passed)."
             )
         self._check_arguments(args)
+        for item in args:
+            check_quantized(item)
         results = list(args)
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            self._complete_deepspeed(args)
         self._prepare_bundle(results, device_placement)
         for position, item in enumerate(results):
             if isinstance(item, torch.utils.data.DataLoader):
@@ -104,14 +131,35 @@ class PreparingMethods:
             )
             for n, model in zip(fresh, bundle.models, strict=True):
                 results[n] = self._finished(model, results[n])
+                if self._drives_schedulers:
+                    note_engine(self, results[n])
             for n, optimizer in zip(together, bundle.optimizers, strict=True):
                 results[n] = self._wrapped(optimizer, placement[n])
             if self._drives_schedulers:
                 for n, scheduler in zip(schedulers, bundle.schedulers, strict=True):
-                    results[n] = scheduler
+                    dummy = isinstance(results[n], _dummy_scheduler())
+                    results[n] = self._engine_scheduler(scheduler) if dummy else scheduler
         for n in wanted:
             if n not in together:
                 results[n] = self.prepare_optimizer(results[n], device_placement=placement[n])
+
+    def _complete_deepspeed(self: Any, items: tuple[Any, ...]) -> None:
+        """Completes DeepSpeed's configuration, which is that of engines made from now on."""
+
+        from accel_compat.options.deepspeed import translate_deepspeed
+
+        plugin = self.state.deepspeed_plugin
+        if plugin is None or not any(isinstance(one, nn.Module) for one in items):
+            return
+        complete(plugin, items, self)
+        before = self._backend.config
+        config = translate_deepspeed(plugin, on_cpu=self.device.type == "cpu")
+        config.share(
+            sequences=before.sequence_parallel_size,
+            layers=before.tensor_parallel_size,
+            attention=before.sequence_attention,
+        )
+        self._backend.reconfigure(config)
 
     @property
     def _drives_schedulers(self: Any) -> bool:
@@ -168,6 +216,8 @@ class PreparingMethods:
         """Prepares one model; with ``evaluation_mode`` it is not wrapped for training."""
         if self._known(model, self._models):
             return model
+        if not evaluation_mode:
+            check_quantized(model)
         bundle = self._backend.prepare(
             Bundle(models=[model], place=(self._placed(model, device_placement),), training=not evaluation_mode)
         )
@@ -193,6 +243,13 @@ class PreparingMethods:
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
+        prepared._is_accelerate_prepared = True  # type: ignore[attr-defined]
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _engine_scheduler(self: Any, scheduler: Any) -> AcceleratedScheduler:
+        """Prepares the scheduler in place of a ``DummyScheduler``: DeepSpeed counts optimizer steps, not processes."""
+        prepared = AcceleratedScheduler(scheduler, self._optimizers, split_batches=True)
         prepared._is_accelerate_prepared = True  # type: ignore[attr-defined]
         self._schedulers.append(prepared)
         return prepared

@@ -11,6 +11,7 @@ class SettingProperties:
 
     dataloader_config: DataLoaderConfiguration
     project_configuration: Any
+    _backend: Any
     state: Any
 
     @property
@@ -76,6 +77,17 @@ class SettingProperties:
     def deepspeed_plugin(self) -> Any:
         """DeepSpeed's options in use."""
         return self.state.deepspeed_plugin
+
+    @property
+    def backend(self) -> Any:
+        """accel's backend, which trains."""
+        return self._backend
+
+    @property
+    def deepspeed_config(self) -> Any:
+        """DeepSpeed's configuration, in which ``prepare`` replaces every "auto"; None without DeepSpeed."""
+        plugin = self.deepspeed_plugin
+        return None if plugin is None else plugin.deepspeed_config
 
     @property
     def parallelism_config(self) -> Any:

@@ -48,7 +48,7 @@ class TrackingMethods:
     ) -> None:
         """Records values in all trackers."""
         for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+            tracker.log(tracking.logged_values(tracker, values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self: Any) -> None:
         """Finishes the trackers, and closes the process group."""

@@ -75,14 +75,19 @@ class TrainingMethods:
         return synchronising(model)
 
     def backward(self: Any, loss: Any, **kwargs: Any) -> None:
-        """Computes gradients of the loss divided by the number of accumulation steps."""
+        """Computes gradients of the loss divided by the number of accumulation steps.
+
+        With DeepSpeed that is the number of its configuration, and ``scale_wrt_gas=False`` leaves the loss as it is.
+        """
         rate = kwargs.pop("learning_rate", None)
         if rate is not None and self.has_lomo_optimizer:
             self.lomo_backward(loss, rate)
             return
         steps = self.gradient_accumulation_steps
         if self.distributed_type == DistributedType.DEEPSPEED:
-            steps = 1
+            plugin = self.state.deepspeed_plugin
+            scaled = kwargs.pop("scale_wrt_gas", True) and plugin is not None
+            steps = int(plugin.get_value("gradient_accumulation_steps", 1)) if scaled else 1
         self._backend.backward(loss, scale=1.0 / steps, **kwargs)
 
     def lomo_backward(self: Any, loss: Any, learning_rate: float) -> None:

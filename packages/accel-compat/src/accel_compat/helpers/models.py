@@ -1,5 +1,6 @@
 """Compiled and wrapped models."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -74,3 +75,35 @@ def is_port_in_use(port: int | None = None) -> bool:
 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_module_size_with_ties(
+    tied_params: Iterable[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Iterable[tuple[str, nn.Module]],
+) -> tuple[int, list[str], list[nn.Module]]:
+    """Size of a module together with those that share its parameters, each parameter counted once.
+
+    Args:
+        tied_params: names of parameters that share memory with one of the module.
+        module_size: size of the module, in bytes.
+        module_sizes: sizes of all modules and parameters by name, in bytes.
+        modules_to_treat: modules that have no device yet, by name.
+
+    Returns:
+        The size in bytes; names of the modules that own ``tied_params``; these modules.
+
+    Raises:
+        ValueError: no module of ``modules_to_treat`` owns one of the parameters.
+    """
+    waiting = dict(modules_to_treat)
+    found: dict[str, nn.Module] = {}
+    size = module_size
+    for parameter in tied_params:
+        owner = next((name for name in waiting if parameter == name or parameter.startswith(f"{name}.")), None)
+        if owner is None:
+            raise ValueError(f"{parameter} belongs to none of the modules {', '.join(waiting)}")
+        size += (0 if owner in found else module_sizes[owner]) - module_sizes[parameter]
+        found[owner] = waiting[owner]
+    return size, list(found), list(found.values())

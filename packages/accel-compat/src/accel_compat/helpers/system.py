@@ -3,7 +3,7 @@
 import logging
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from accel_compat.state.accelerator_state import SharedAcceleratorState
+from accel_state import environment
 from accel_state.enums import DistributedType
 
 LOG = logging.getLogger("accelerate.utils.other")
@@ -82,3 +83,13 @@ def gathered_parameters(
         params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
     )
     return context
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Lines ``NAME=value`` of a shell; variables with characters that end a line or a command are left out."""
+    lines = environment.convert_dict_to_env_variables(current_env)
+    kept = {line.partition("=")[0] for line in lines}
+    for name in current_env:
+        if name not in kept:
+            logging.getLogger("accelerate.utils.environment").warning("the variable %s is left out", name)
+    return lines

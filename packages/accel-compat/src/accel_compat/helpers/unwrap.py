@@ -23,8 +23,21 @@ def extract_model_from_parallel(
     if recursive:
         _unwrap_children(inner, keep_torch_compile)
     if not keep_fp32_wrapper:
-        restore_module(inner.__dict__.get("_modules", {}).get("_orig_mod", inner) if is_compiled(inner) else inner)
+        user = inner.__dict__.get("_modules", {}).get("_orig_mod", inner) if is_compiled(inner) else inner
+        restore_module(user)
+        _restore_forward(user)
     return inner
+
+
+def _restore_forward(module: nn.Module) -> None:
+    """Removes wrappers of ``forward`` if the module keeps the one before them, as Accelerate's modules do."""
+    original = module.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    if getattr(original, "__func__", None) is type(module).forward:
+        module.__dict__.pop("forward", None)
+    else:
+        module.forward = original
 
 
 def _unwrap_children(module: nn.Module, keep_torch_compile: bool) -> None:

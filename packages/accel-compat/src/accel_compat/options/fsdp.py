@@ -64,6 +64,7 @@ class CompatFSDPPlugin(MutableHandler):
         if self.fsdp_version is None:
             self.fsdp_version = int(_env("VERSION", "1"))
         self._notes: list[str] = []
+        self._policy_of_precision: Any = None  # the run's precision made it, and the backend has its own
         self._complete_sharding()
         self._complete_prefetch()
         if self.mixed_precision_policy is not None:
@@ -156,6 +157,13 @@ class CompatFSDPPlugin(MutableHandler):
             return
         last = "output_dtype" if self._second else "buffer_dtype"
         self.mixed_precision_policy = self._policy_class()(param_dtype=dtype, reduce_dtype=dtype, **{last: dtype})
+        self._policy_of_precision = None if override else self.mixed_precision_policy
+
+    @property
+    def has_own_policy(self) -> bool:
+        """Whether the user gave the dtypes, which then override those of the run's precision."""
+        policy = self.mixed_precision_policy
+        return policy is not None and policy is not self._policy_of_precision
 
     def _complete_wrap(self) -> None:
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy

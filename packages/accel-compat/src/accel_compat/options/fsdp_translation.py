@@ -30,6 +30,8 @@ def translate_fsdp(plugin: Any) -> Any:
     else:
         fields["sharding_strategy"] = plugin.sharding_strategy.name
         fields["use_orig_params"] = plugin.use_orig_params
+    if plugin.has_own_policy:
+        fields["mixed_precision_policy"] = plugin.mixed_precision_policy
     if plugin.backward_prefetch is not None:
         fields["backward_prefetch"] = plugin.backward_prefetch.name
     if plugin.transformer_cls_names_to_wrap:

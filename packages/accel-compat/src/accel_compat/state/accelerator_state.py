@@ -89,6 +89,8 @@ class SharedAcceleratorState(SharedAttributes):
                 one.set_mixed_precision(precision)
         self.deepspeed_plugins = None if plugin is None else plugins
         self._deepspeed_name = next(iter(plugins))
+        if plugin is not None:
+            plugins[self._deepspeed_name].select(_from_accelerator_state=True)
 
     @property
     def initialized(self) -> bool:
@@ -148,6 +150,11 @@ class SharedAcceleratorState(SharedAttributes):
         """Selects DeepSpeed's options of models prepared from now on."""
         assert self.deepspeed_plugins is not None
         assert name is not None
+        chosen = self.deepspeed_plugins[name]
+        for plugin in self.deepspeed_plugins.values():
+            if plugin is not chosen:
+                plugin._unselect()
+        chosen.select(_from_accelerator_state=True)
         self._deepspeed_name = name
 
     @property

@@ -5,3 +5,5 @@ from accel.utils.dataclasses import DistributedType as DistributedType
 from accel_compat.options.handlers import CompatAccumulationPlugin as GradientAccumulationPlugin
 from accel_compat.state.gradient_state import SharedGradientState as GradientState
 from accel_compat.state.process_state import SharedPartialState as PartialState
+from accel.utils.imports import is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available
+from accel.utils.imports import is_xpu_available as is_xpu_available

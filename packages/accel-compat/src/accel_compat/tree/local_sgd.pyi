@@ -1,1 +1,1 @@
-from accel.local_sgd import LocalSGD as LocalSGD
+from accel_compat.helpers.local_sgd import CompatLocalSGD as LocalSGD

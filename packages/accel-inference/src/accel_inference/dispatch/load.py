@@ -7,6 +7,7 @@ from torch import nn
 
 from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.hooks.align import DeviceLike
+from accel_inference.hooks.hook import MOVES, remove_hook_from_module
 from accel_inference.placement.auto_map import infer_auto_device_map
 from accel_inference.placement.budgets import DeviceName, get_balanced_memory
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
@@ -70,6 +71,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
     if missing := missing_weights(model, offloaded):
         raise CheckpointMismatchError(f"{checkpoint} lacks weights of the model: {', '.join(missing[:8])}")
     if device_map is None:
+        _discard_dispatch(model)
         return model
     return dispatch_model(
         model,
@@ -82,6 +84,17 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
         force_hooks=force_hooks,
         resident_bytes=resident_bytes,
     )
+
+
+def _discard_dispatch(model: nn.Module) -> None:
+    """Removes the hooks of an earlier dispatch without reading its weights, which others have replaced."""
+    if not hasattr(model, "hf_device_map"):
+        return
+    for module in model.modules():
+        remove_hook_from_module(module, detach=False)
+        for name in MOVES:
+            module.__dict__.pop(name, None)
+    del model.hf_device_map
 
 
 def automatic_map(

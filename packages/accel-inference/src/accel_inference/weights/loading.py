@@ -123,6 +123,7 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
         if step.device == "disk":
             assert offload_folder is not None
             _offload(step.name, _in_wanted_dtype(step, wanted, in_fp32), offload_folder, index)
+            set_module_tensor_to_device(model, step.name, "meta")
     placed = sorted((step for step in plan if step.device != "disk"), key=_place_in_files)
     weights = (_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
     values = read_in_order(map(MappedFiles().weight, weights) if mapped else weights)

@@ -60,6 +60,9 @@ def _check_alone(config: AccelConfig, names: tuple[str, ...]) -> None:
         raise LaunchError(f"{' and '.join(on)} are both set; drop one of them")
 
 
+_OF_TPU_CONFIG = ("tpu_name", "tpu_zone", "command_file", "commands")  # read from the same file by accel tpu-config
+
+
 def _check_needs(config: AccelConfig) -> None:
     """Refuses an option without effect, unless its source is weaker than the one that turns it off."""
     for row in settings().values():
@@ -72,7 +75,7 @@ def _check_needs(config: AccelConfig) -> None:
         if origin.source == "env" or getattr(config, row.name) == row.default:
             continue
         weaker = PRECEDENCE.index(origin.source) > PRECEDENCE.index(switch.source)
-        if weaker or (origin.source == switch.source == "file"):
+        if weaker or (origin.source == "file" and (switch.source == "file" or row.name in _OF_TPU_CONFIG)):
             continue
         shown = needed if "=" in needed or not settings()[name].is_switch else f"--{needed}"
         raise LaunchError(f"{row.name} ({origin}) means nothing without {shown}; add that, or drop {row.name}")

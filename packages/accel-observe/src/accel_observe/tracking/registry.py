@@ -82,6 +82,16 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     setattr(GeneralTracker, _REGISTERED, {**_registered(), tracker_class.name: tracker_class})
 
 
+def unregister_tracker_class(name: str) -> None:
+    """Removes a tracker class that ``register_tracker_class`` added; no effect if there is none of that name."""
+    setattr(GeneralTracker, _REGISTERED, {known: kind for known, kind in _registered().items() if known != name})
+
+
+def registered_trackers() -> dict[str, type[GeneralTracker]]:
+    """Tracker classes that ``register_tracker_class`` added in this process, by name."""
+    return _registered()
+
+
 _REGISTERED = "_registered_by_hand"
 
 

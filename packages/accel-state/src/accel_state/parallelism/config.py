@@ -193,7 +193,7 @@ class ParallelismConfig:
             ("dp_cp", self.dp_cp_dim_names),
         ):
             if parts:
-                mesh[tuple(parts)]._flatten(flat)
+                mesh[parts]._flatten(flat)  # type: ignore[index]  # torch takes lists, too
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":

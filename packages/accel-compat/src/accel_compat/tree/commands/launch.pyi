@@ -1,4 +1,4 @@
-from accel_compat.absent import _validate_launch_command as _validate_launch_command
-from accel_compat.absent import launch_command as launch_command
-from accel_compat.absent import launch_command_parser as launch_command_parser
+from accel_compat.commands.launching import validate_launch_command as _validate_launch_command
+from accel_compat.commands.launching import launch_command as launch_command
+from accel_compat.commands.launching import launch_command_parser as launch_command_parser
 from accel_compat.commands.command_line import launch as main

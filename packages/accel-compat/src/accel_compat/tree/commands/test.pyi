@@ -1,3 +1,3 @@
 from accel_compat.commands.command_line import test as main
-from accel_compat.absent import test_command as test_command
-from accel_compat.absent import test_command_parser as test_command_parser
+from accel_compat.commands.other_commands import check_command as test_command
+from accel_compat.commands.other_commands import check_command_parser as test_command_parser

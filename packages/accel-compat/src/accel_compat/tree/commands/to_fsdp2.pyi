@@ -1,3 +1,1 @@
-from accel_compat.absent import convert_config_to_fsdp2 as convert_config_to_fsdp2
-from accel_compat.absent import to_fsdp2_command as to_fsdp2_command
-from accel_compat.absent import to_fsdp2_command_parser as to_fsdp2_command_parser
+from accel_compat.commands.fsdp2_files import *  # noqa: F403

@@ -1,1 +1,1 @@
-from accel_compat.absent import CustomArgumentParser as CustomArgumentParser
+from accel_compat.commands.argument_parser import CompatArgumentParser as CustomArgumentParser

@@ -8,7 +8,7 @@ from accel.utils.dataclasses import ComputeEnvironment as ComputeEnvironment
 from accel.utils.dataclasses import CustomDtype as CustomDtype
 from accel.utils.dataclasses import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_compat.options.handlers import DataLoaderConfiguration as DataLoaderConfiguration
-from accel_compat.absent import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accel_compat.facade.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accel_compat.absent import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accel_compat.options.deepspeed import CompatDeepSpeedPlugin as DeepSpeedPlugin
 from accel_compat.absent import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
@@ -85,13 +85,13 @@ from accel_compat.checkpoints.pickles import clean_state_dict_for_safetensors as
 from accel.utils.environment import clear_environment as clear_environment
 from accel.utils.versions import compare_versions as compare_versions
 from accel.utils.other import compile_regions as compile_regions
-from accel_compat.absent import compile_regions_deepspeed as compile_regions_deepspeed
-from accel_compat.absent import compile_regions_fsdp2 as compile_regions_fsdp2
+from accel_compat.helpers.compiled_regions import compile_regions_in_place as compile_regions_deepspeed
+from accel_compat.helpers.compiled_regions import compile_regions_in_place as compile_regions_fsdp2
 from accel_inference import compute_module_sizes as compute_module_sizes
 from accel.utils.operations import concatenate as concatenate
 from accel_compat.absent import contextual_fp8_autocast as contextual_fp8_autocast
 from accel_compat.helpers.models import convert_bytes as convert_bytes
-from accel.utils.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
+from accel_compat.helpers.system import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_inference import convert_file_size_to_int as convert_file_size_to_int
 from accel_compat.absent import convert_model as convert_model
 from accel_compat.absent import convert_model_to_fp8_ao as convert_model_to_fp8_ao
@@ -217,7 +217,7 @@ from accel_inference import load_offloaded_weights as load_offloaded_weights
 from accel_inference import load_state_dict as load_state_dict
 from accel.utils.deepspeed import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from accel_compat.helpers.models import merge_dicts as merge_dicts
-from accel_compat.absent import merge_fsdp_weights as merge_fsdp_weights
+from accel_compat.checkpoints.sharded import merge_fsdp_weights as merge_fsdp_weights
 from accel_compat.helpers.models import model_has_dtensor as model_has_dtensor
 from accel_inference import named_module_tensors as named_module_tensors
 from accel_inference import offload_state_dict as offload_state_dict
@@ -228,9 +228,9 @@ from accel_state.environment import parse_choice_from_env as parse_choice_from_e
 from accel_state.environment import parse_flag_from_env as parse_flag_from_env
 from accel.utils.environment import patch_environment as patch_environment
 from accel_compat.absent import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accel_compat.absent import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accel_compat.commands.process_commands import prepare_multi_gpu_env as prepare_multi_gpu_env
 from accel_compat.absent import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accel_compat.absent import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accel_compat.commands.process_commands import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accel_compat.absent import prepare_tpu as prepare_tpu
 from accel.utils.environment import purge_accelerate_environment as purge_accelerate_environment
 from accel_compat.helpers.models import recursive_getattr as recursive_getattr
@@ -253,4 +253,4 @@ from accel.utils.random import synchronize_rng_states as synchronize_rng_states
 from accel_compat.absent import torchao_required as torchao_required
 from accel_state.progress import tqdm as tqdm
 from accel.utils.other import wait_for_everyone as wait_for_everyone
-from accel_compat.absent import write_basic_config as write_basic_config
+from accel_compat.commands.config_files import write_basic_config as write_basic_config

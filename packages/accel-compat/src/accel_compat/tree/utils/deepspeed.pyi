@@ -1,4 +1,4 @@
-from accel_compat.absent import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accel_compat.facade.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accel_compat.absent import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accel_compat.absent import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accel.utils.deepspeed import DummyOptim as DummyOptim

@@ -3,7 +3,7 @@ from accel.utils.environment import are_libraries_initialized as are_libraries_i
 from accel.utils.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accel.utils.environment import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from accel.utils.environment import clear_environment as clear_environment
-from accel.utils.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
+from accel_compat.helpers.system import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel.utils.environment import get_cpu_distributed_information as get_cpu_distributed_information
 from accel.utils.environment import get_current_device_type as get_current_device_type
 from accel.utils.environment import get_driver_version as get_driver_version

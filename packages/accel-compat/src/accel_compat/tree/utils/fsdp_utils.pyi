@@ -1,4 +1,4 @@
-from accel_compat.absent import compile_regions_fsdp2 as compile_regions_fsdp2
+from accel_compat.helpers.compiled_regions import compile_regions_in_place as compile_regions_fsdp2
 from accel_compat.helpers.fsdp import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from accel_compat.helpers.fsdp import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from accel_compat.absent import ensure_weights_retied as ensure_weights_retied
@@ -12,6 +12,6 @@ from accel_compat.helpers.precision import get_fsdp2_grad_scaler as get_fsdp2_gr
 from accel_compat.options.fsdp import get_parameters_from_modules as get_parameters_from_modules
 from accel_compat.checkpoints.sharded import load_fsdp_model as load_fsdp_model
 from accel_compat.checkpoints.sharded import load_fsdp_optimizer as load_fsdp_optimizer
-from accel_compat.absent import merge_fsdp_weights as merge_fsdp_weights
+from accel_compat.checkpoints.sharded import merge_fsdp_weights as merge_fsdp_weights
 from accel_compat.checkpoints.sharded import save_fsdp_model as save_fsdp_model
 from accel_compat.checkpoints.sharded import save_fsdp_optimizer as save_fsdp_optimizer

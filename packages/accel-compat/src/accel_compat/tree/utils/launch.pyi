@@ -1,8 +1,1 @@
-from accel_compat.absent import PrepareForLaunch as PrepareForLaunch
-from accel_compat.absent import _convert_nargs_to_dict as _convert_nargs_to_dict
-from accel_compat.absent import _filter_args as _filter_args
-from accel_compat.absent import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accel_compat.absent import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accel_compat.absent import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accel_compat.absent import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
-from accel_compat.absent import prepare_tpu as prepare_tpu
+from accel_compat.commands.process_commands import *  # noqa: F403

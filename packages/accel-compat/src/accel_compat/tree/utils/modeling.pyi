@@ -17,7 +17,7 @@ from accel.utils.modeling import get_max_layer_size as get_max_layer_size
 from accel.utils.modeling import get_max_memory as get_max_memory
 from accel_compat.helpers.precision import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_compat.absent import get_module_leaves as get_module_leaves
-from accel_compat.absent import get_module_size_with_ties as get_module_size_with_ties
+from accel_compat.helpers.models import get_module_size_with_ties as get_module_size_with_ties
 from accel.utils.modeling import get_non_persistent_buffers as get_non_persistent_buffers
 from accel.utils.modeling import get_state_dict_from_offload as get_state_dict_from_offload
 from accel.utils.modeling import get_state_dict_offloaded_model as get_state_dict_offloaded_model

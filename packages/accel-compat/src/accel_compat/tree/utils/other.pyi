@@ -1,7 +1,7 @@
 from accel_compat.helpers.system import check_os_kernel as check_os_kernel
 from accel_compat.checkpoints.pickles import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel.utils.other import compile_regions as compile_regions
-from accel_compat.absent import compile_regions_deepspeed as compile_regions_deepspeed
+from accel_compat.helpers.compiled_regions import compile_regions_in_place as compile_regions_deepspeed
 from accel_compat.helpers.models import convert_bytes as convert_bytes
 from accel_compat.helpers.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_compat.helpers.system import get_model_tp_size as get_model_tp_size
@@ -16,4 +16,4 @@ from accel_compat.helpers.models import model_has_dtensor as model_has_dtensor
 from accel_compat.helpers.models import recursive_getattr as recursive_getattr
 from accel_compat.checkpoints.pickles import save as save
 from accel.utils.other import wait_for_everyone as wait_for_everyone
-from accel_compat.absent import write_basic_config as write_basic_config
+from accel_compat.commands.config_files import write_basic_config as write_basic_config

@@ -1,8 +1,8 @@
-from accel_compat.absent import BaseConfig as BaseConfig
-from accel_compat.absent import ClusterConfig as ClusterConfig
-from accel_compat.absent import SageMakerConfig as SageMakerConfig
-from accel_compat.absent import cache_dir as cache_dir
-from accel_compat.absent import default_config_file as default_config_file
-from accel_compat.absent import default_json_config_file as default_json_config_file
-from accel_compat.absent import default_yaml_config_file as default_yaml_config_file
-from accel_compat.absent import load_config_from_file as load_config_from_file
+from accel_compat.commands.config_files import BaseConfig as BaseConfig
+from accel_compat.commands.config_files import ClusterConfig as ClusterConfig
+from accel_compat.commands.config_files import SageMakerConfig as SageMakerConfig
+from accel_compat.commands.config_files import cache_dir as cache_dir
+from accel_compat.commands.config_files import default_config_file as default_config_file
+from accel_compat.commands.config_files import default_json_config_file as default_json_config_file
+from accel_compat.commands.config_files import default_yaml_config_file as default_yaml_config_file
+from accel_compat.commands.config_files import load_config_from_file as load_config_from_file

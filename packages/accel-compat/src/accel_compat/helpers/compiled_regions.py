@@ -1,0 +1,20 @@
+"""Regional compilation in place, under Accelerate's names."""
+
+from typing import Any
+
+from torch import nn
+
+from accel_backends.ops.compile import repeated_blocks
+
+
+def compile_regions_in_place(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compiles each repeated block, and each layer outside of them, in place; their classes stay as they are.
+
+    Blocks of one class share code, which torch compiles once. ``compile_kwargs`` are those of ``torch.compile``.
+    """
+    names = repeated_blocks(module)
+    for name, layer in module.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in names)
+        if name in names or (not inside and not any(True for _ in layer.children())):
+            layer.compile(**compile_kwargs)
+    return module

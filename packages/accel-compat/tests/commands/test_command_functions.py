@@ -1,0 +1,52 @@
+"""Subcommands of ``accelerate`` as functions with argparse's namespaces."""
+
+import importlib
+import json
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+
+def functions(module, name, command=None):
+    """Parser and function of a command, and their module."""
+    found = importlib.import_module(f"accelerate.commands.{module}")
+    return getattr(found, f"{name}_parser")(), getattr(found, command or name), found
+
+
+def test_memory_of_a_model_by_dtype(tmp_path, capsys):
+    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    config.save_pretrained(tmp_path)
+    parser, command, module = functions("estimate", "estimate_command")
+    args = parser.parse_args([str(tmp_path), "--dtypes", "float32", "int8"])
+    (_, largest, total, training), (name, _, quarter, untrained) = module.gather_data(args)
+    assert (name, untrained) == ("int8", None)
+    assert 0 < largest < total == 4 * quarter
+    assert training["step"] == 4 * total
+    command(args)
+    assert "float32" in capsys.readouterr().out
+
+
+def test_commands_of_a_pod_are_printed(capsys):
+    parser, command, _ = functions("tpu", "tpu_command", "tpu_command_launcher")
+    words = ["--tpu_name", "pod", "--tpu_zone", "z", "--command", "ls", "--command", "echo hi", "--debug"]
+    command(parser.parse_args(words))
+    assert "ssh pod --zone z --command cd /usr/share; ls; echo hi --worker all" in capsys.readouterr().out
+
+
+def test_settings_of_fsdp_1_become_those_of_fsdp_2(tmp_path):
+    parser, command, module = functions("to_fsdp2", "to_fsdp2_command")
+    source, target = tmp_path / "one.json", tmp_path / "two.yaml"
+    source.write_text(json.dumps({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "mine": 1}}))
+    command(parser.parse_args(["--config_file", str(source), "--output_file", str(target)]))
+    section = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "mine": 1}
+    assert module.load_config(target)["fsdp_config"] == section
+    with pytest.raises(FileExistsError):
+        command(parser.parse_args(["--config_file", str(source), "--output_file", str(target)]))
+
+
+def test_replacing_a_name_of_such_a_module_has_an_effect(monkeypatch, caplog, tmp_path):
+    parser, command, module = functions("to_fsdp2", "to_fsdp2_command")
+    monkeypatch.setattr(module, "load_config", lambda file: {"fsdp_config": {"fsdp_version": 2}})
+    command(parser.parse_args(["--config_file", "none", "--output_file", str(tmp_path / "out.yaml")]))
+    assert "already specifies FSDP2" in caplog.text
