@@ -146,11 +146,11 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         from accel.checkpoints.weights import Weights
         from accel.loop.loaders import Loaders
         from accel.observe.monitor import Monitor
-        from accel.observe.run_log import RunLog
-        from accel.observe.trackers import Trackers
         from accel.prepared import Preparation, PreparedObjects
         from accel.resilience.guard import PreemptionGuard
         from accel.setup.run_strategy import RunStrategy
+        from accel_observe.meters.observed_run import RunLog
+        from accel_observe.tracking.trackers import Trackers
 
         self.config, self.policy = config, policy = opened.config, opened.policy
         self.session, self.project_configuration = session, project = opened.session, opened.project
@@ -162,7 +162,9 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         self._loaders = loaders = Loaders(strategy, clock, opened.loading, rng_types)
         self._preparation = Preparation(strategy, prepared, loaders, clock, log, options)
         self._monitor = monitor = Monitor(strategy, prepared, clock, config, log, opened.handlers.profile)
-        self._trackers = trackers = Trackers(session, project, log, log_with, describe=monitor.explain)
+        self._trackers = trackers = Trackers(
+            session, project, log, log_with, describe=lambda: monitor.explain().to_dict()
+        )
         side_states = {
             "progress": SideState(monitor.run_progress.save, monitor.run_progress.load),
             "trackers": SideState(trackers.state_dict, trackers.load_state_dict),

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
-from accel.loop.accumulator import StepClock
-from accel.optimizer import PreparedOptimizer
-
 if TYPE_CHECKING:
+    from accel.loop.accumulator import StepClock
     from accel.loop.lr_preview import LearningRates
+    from accel.optimizer import PreparedOptimizer
 
 SchedulerSteps = Literal["per_step", "per_process"]
 
@@ -34,8 +33,8 @@ class PreparedScheduler:
     def __init__(
         self,
         scheduler: Scheduler,
-        optimizers: Sequence[PreparedOptimizer],
-        clock: StepClock,
+        optimizers: "Sequence[PreparedOptimizer]",
+        clock: "StepClock",
         *,
         follow_optimizer: bool = True,
         repeats: int = 1,

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProfileKwargs
-from accel.observe.profiler import MERGED, OTHER_KERNELS, SUMMARY, merge_traces, top_operators
 from accel_observe.meters import count_flops
+from accel_observe.profiling.profiler import MERGED, OTHER_KERNELS, SUMMARY, merge_traces, top_operators
 from accel_state.errors import ConfigError
 
 

@@ -36,13 +36,13 @@ from accel_state.watchdog.decorator import Recording, recorded
 if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
     from accel.loop.loaders import Loaders
-    from accel.observe.run_log import RunLog
     from accel.prepared import PreparedObjects
     from accel.setup.kwargs_handlers import ProjectConfiguration
     from accel.setup.run_strategy import RunStrategy
     from accel_ckpt import AsyncSaver, Checkpoint, SaveHandle
     from accel_ckpt.io.storage import Location
     from accel_launch.config.model import AccelConfig
+    from accel_observe.meters.observed_run import RunLog
 
 _LOG = logging.getLogger(__name__)
 LATEST = "latest"

@@ -1,7 +1,6 @@
 """Enumerations, options and plugins."""
 
 from accel.loop.accumulator import GradientAccumulationPlugin as GradientAccumulationPlugin
-from accel.observe.profiler import ProfileKwargs as ProfileKwargs
 from accel.setup.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel.setup.kwargs_handlers import ProjectConfiguration as ProjectConfiguration
 from accel_backends.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
@@ -12,6 +11,7 @@ from accel_data.options import LoaderOptions as LoaderOptions
 from accel_deepspeed.config.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_inference.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
 from accel_inference.quantization.config import TorchAOQuantizationConfig as TorchAOQuantizationConfig
+from accel_observe.profiling.profiler import ProfileKwargs as ProfileKwargs
 from accel_precision.options import AutocastKwargs as AutocastKwargs
 from accel_precision.options import GradScalerKwargs as GradScalerKwargs
 from accel_precision.options import KwargsHandler as KwargsHandler
