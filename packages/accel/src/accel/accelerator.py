@@ -12,12 +12,12 @@ from accel.loop.accumulation import Weight
 from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
 from accel.loop.step import MicroBatch, TrainingStep
 from accel.optimizer import PreparedOptimizer
-from accel.resilience.preemption import DEFAULT_SIGNALS, Notice
 from accel.scheduler import PreparedScheduler, SchedulerSteps
 from accel.setup.kwargs_handlers import ProjectConfiguration
 from accel.views.observation import ObservationViews
 from accel.views.process import ProcessViews
 from accel.views.settings import SettingViews
+from accel_launch.preemption.preemption import DEFAULT_SIGNALS, Notice
 from accel_state.errors import UNSENDABLE, ConfigError
 
 if TYPE_CHECKING:
