@@ -4,9 +4,12 @@ The model is a row of square Linear blocks. The batch is chosen so that the plai
 long as reading the weights out of the page cache (``--cold`` drops them from it before each forward). ``cpu`` and
 ``disk`` are ``cpu_offload`` and ``disk_offload``, the latter with room for three blocks; the ratio is to the longer of
 the two bases in the same round. ``start`` is ``load_checkpoint_and_dispatch`` of a safetensors file against reading its
-bytes into memory that is allocated already. ``--peers`` adds Accelerate's functions.
+bytes into memory that is allocated already: with a copy (``cpu``), mapped and computing once with one row (``mapped``),
+and, beside them, the same reading into new memory (``new``), which a load with a copy cannot be faster than.
+``--peers`` adds Accelerate's functions.
 """
 
+import mmap
 import os
 import statistics
 import tempfile
@@ -127,28 +130,38 @@ def measure(
     return row | {name: to_longest(times, name) for name in variants if name not in ("plain", "read")}
 
 
+@torch.no_grad()
 def start(*, width: int, blocks: int, rounds: int, peers: bool, folder: Path) -> dict[str, Any]:
-    """The row of loading a checkpoint onto the CPU, against reading its bytes into memory that is allocated already."""
+    """The row of loading a checkpoint onto the CPU, against reading its bytes into memory that is allocated already.
+
+    A mapped model reads its weights when it computes first, so its time has a forward of one row in it.
+    """
     from safetensors.torch import save_file
 
     from accel import load_checkpoint_and_dispatch
 
     file = folder / "model.safetensors"
     save_file(build(width, blocks).state_dict(), file, metadata={"format": "pt"})
-    read = reading([file], memoryview(bytearray(file.stat().st_size)), cold=False)
+    size, x = file.stat().st_size, torch.ones(1, width)
+    read = reading([file], memoryview(bytearray(size)), cold=False)
+
+    def mapped() -> None:
+        load_checkpoint_and_dispatch(_empty(width, blocks), file, {"": "cpu"}, mapped=True)(x)
+
     variants: dict[str, Callable[[], object]] = {
         "read": read,
-        "start": lambda: load_checkpoint_and_dispatch(_empty(width, blocks), file, {"": "cpu"}) is None,
+        "new": lambda: reading([file], memoryview(mmap.mmap(-1, size)), cold=False)(),
+        "cpu": lambda: load_checkpoint_and_dispatch(_empty(width, blocks), file, {"": "cpu"}) is None,
+        "mapped": mapped,
     }
     if peers:
         import accelerate
 
         load = accelerate.load_checkpoint_and_dispatch
-        variants["peer_start"] = lambda: load(_empty(width, blocks), str(file), {"": "cpu"}) is None
+        variants["peer_cpu"] = lambda: load(_empty(width, blocks), str(file), {"": "cpu"}) is None
     times = interleave(variants, rounds)
     row: dict[str, Any] = {"case": "start", "read_ms": statistics.median(times["read"]) * 1e3}
-    row["cpu"] = ratio(times, "start", "read")
-    return row | ({"peer_cpu": ratio(times, "peer_start", "read")} if peers else {})
+    return row | {name: ratio(times, name, "read") for name in variants if name != "read"}
 
 
 def _empty(width: int, blocks: int) -> nn.Sequential:
@@ -164,7 +177,7 @@ def main() -> None:
     width = 256 if args.quick else 4096
     blocks = 8 if args.quick else max(2, args.mib * MIB // (width * width * 4))
     rounds = 2 if args.quick else args.rounds
-    columns = ["case", "rows", "plain_ms", "read_ms", "cpu", "disk", "blocks_extra"]
+    columns = ["case", "rows", "plain_ms", "read_ms", "cpu", "disk", "blocks_extra", "mapped", "new"]
     report = Report("a forward with offloaded weights, as a ratio to the longer of computing and reading", columns)
     report.columns = [*columns, *(("peer_cpu", "peer_disk") if args.peers else ())]
     for case in CASES:

@@ -194,7 +194,13 @@ def compared(
     )
     with accelerator.device:  # a CPU takes long for the values of a large model
         source = chosen.build()
-    profile = profile_model(source if cpu else chosen.build, batch, loss=loss_of, policy=precision)
+    profile = profile_model(
+        source if cpu else chosen.build,
+        batch,
+        loss=loss_of,
+        policy=precision,
+        device_type=accelerator.device.type,
+    )
     if candidate.wraps_blocks:
         checkpoint_blocks(source)
     stepping = getattr(torch.optim, optimizer)(source.parameters(), lr=0.01)

@@ -55,7 +55,7 @@ def measured(shape: str, strategy: str, precision: str) -> None:
     chosen = SHAPES[shape]
     batch, source = chosen.batch, chosen.build()
     accelerator = Accelerator(strategy=build_options(load_backend("xla"), candidate.options), mixed_precision=precision)
-    profile = profile_model(source, batch, loss=loss_of, policy=precision)
+    profile = profile_model(source, batch, loss=loss_of, policy=precision, device_type="xla")
     stepping = torch.optim.AdamW(source.parameters(), lr=0.01)
     plan = plan_memory(
         profile, optimizer_facts(stepping, profile.parameters), Hardware.of_xla(DEVICES, 2**34), candidate

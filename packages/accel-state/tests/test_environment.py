@@ -21,6 +21,7 @@ from accel_state import (
     purge_accelerate_environment,
     str_to_bool,
 )
+from accel_state.environment import usable_cpus
 
 
 @pytest.mark.parametrize("text", ["y", "YES", "t", "True", "on", "1"])
@@ -168,3 +169,12 @@ def test_place_among_cpu_processes():
 def test_the_device_type_falls_back_to_cuda():
     type_, family = get_current_device_type()
     assert (type_, family) == ("cuda", "MULTI_GPU") or family.startswith("MULTI_")
+
+
+def test_usable_cpus_are_those_of_the_affinity_and_all_where_there_is_none(monkeypatch):
+    assert usable_cpus() == sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2})
+    assert usable_cpus() == [2, 5]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert usable_cpus() == [0, 1, 2]

@@ -24,14 +24,15 @@ from accel_backends.fsdp.backend import FSDPBackend as FSDPBackend
 from accel_backends.fsdp.config import FSDPConfig as FSDPConfig
 from accel_backends.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_backends.fsdp1.backend import FSDP1Backend as FSDP1Backend
+from accel_backends.ops.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
 from accel_backends.ops.averaging import average_tensors as average_tensors
+from accel_backends.ops.blocks import repeated_blocks as repeated_blocks
 from accel_backends.ops.clip import clip_grad_norm as clip_grad_norm
 from accel_backends.ops.clip import clip_grad_value as clip_grad_value
 from accel_backends.ops.clip import total_norm as total_norm
 from accel_backends.ops.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_backends.ops.compile import compile_model as compile_model
 from accel_backends.ops.compile import compile_regions as compile_regions
-from accel_backends.ops.compile import repeated_blocks as repeated_blocks
 from accel_backends.ops.compile import unwrap as unwrap
 from accel_backends.ops.fqn import innermost as innermost
 from accel_backends.ops.fqn import named_parameters as named_parameters

@@ -169,31 +169,6 @@ def full_parameter(entry: Any) -> torch.Tensor | None:
     return full
 
 
-def wrap_checkpointed(block: nn.Module, *, offload: bool) -> nn.Module:
-    """Wraps a block in activation checkpointing; ``offload``: its inputs are kept in host memory.
-
-    By ``torch.distributed.algorithms._checkpoint``, whose wrappers leave the names of a state dict as they are.
-
-    Raises:
-        BackendError: this torch does not have it.
-    """
-    try:
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-            CheckpointImpl,
-            checkpoint_wrapper,
-            offload_wrapper,
-        )
-    except ImportError:
-        raise BackendError(
-            f"torch {torch.__version__} has no torch.distributed.algorithms._checkpoint, as torch 2.9 to 2.13 have; "
-            "call torch.utils.checkpoint.checkpoint in the model's forward, and leave activation_checkpointing out"
-        ) from None
-    wrapped: nn.Module = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    if offload:
-        wrapped = offload_wrapper(wrapped)
-    return wrapped
-
-
 def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
     """Adds parameters to those of a model that DDP, which reads them there, neither broadcasts nor reduces.
 

@@ -70,7 +70,12 @@ def prepare_loader(
     placer = None
     # Without an accelerator in this process all tensors are on the CPU.
     if device is not None and (device.type != "cpu" or torch.accelerator.is_available()):
-        placer = placer_for(device, non_blocking=options.non_blocking, even_batches=options.even_batches)
+        placer = placer_for(
+            device,
+            non_blocking=options.non_blocking,
+            even_batches=options.even_batches,
+            reused=dataloader.num_workers == 0,  # the batches of worker processes have memory of their own
+        )
     if part is not None:
         from accel_data.device.sequence_parallel import PartPlacer
 

@@ -1,13 +1,17 @@
 """Placement of batches: what moves, what stays the same object, and that streams do not race."""
 
 import pickle
+import threading
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from accel_data import prepare_loader
 from accel_data.device.prefetch import AsIs, Direct, SideStream, placer_for
+from accel_state import DataShard
 from accel_state.pytree.operations import find_device
 
 CPU = torch.device("cpu")
@@ -79,6 +83,83 @@ def test_a_device_without_streams_is_placed_directly():
     placer = placer_for(META, non_blocking=True)
     assert isinstance(placer, Direct)
     assert placer.non_blocking
+
+
+class Stream:
+    """A stream of no device: ``torch.Stream`` needs an accelerator."""
+
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        assert isinstance(event, Stream)
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The threads that pin, and an event for which pinning waits; copies go to the meta device."""
+    threads, may_pin = [], threading.Event()
+
+    def pin_memory(tensor):
+        assert may_pin.wait(20)
+        threads.append(threading.current_thread())
+        return tensor
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr("accel_data.device.prefetch.has_streams", lambda device: True)
+    return threads, may_pin
+
+
+def test_a_large_batch_is_pinned_while_the_step_goes_on(pinned):
+    threads, may_pin = pinned
+    placed = placer_for(META, reused=False).start({"x": torch.ones(2**18), "n": 3})
+    assert not threads
+    may_pin.set()
+    batch = placed.take()
+    assert (batch["x"].device, batch["n"]) == (META, 3)
+    assert threads[0].name.startswith("accel-pin-memory")
+
+
+@pytest.mark.parametrize(("size", "reused"), [(2**18, True), (2**18 - 1, False)])
+def test_small_batches_and_those_in_reused_memory_are_pinned_before_the_next_is_read(pinned, size, reused):
+    threads, may_pin = pinned
+    may_pin.set()
+    placed = placer_for(META, reused=reused).start(torch.ones(size))
+    assert threads == [threading.current_thread()]
+    assert placed.take().device == META
+
+
+def test_an_error_of_the_thread_that_pins_reaches_the_loop(pinned, monkeypatch):
+    def fail(tensor):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", fail)
+    placed = placer_for(META, reused=False).start(torch.ones(2**18))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        placed.take()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_thread_pins_what_workers_have_read(pinned, workers):
+    threads, may_pin = pinned
+    may_pin.set()
+    user = DataLoader(torch.ones(3, 2**18), num_workers=workers)
+    batches = list(prepare_loader(user, DataShard(), device=META))
+    assert [batch.shape for batch in batches] == [(1, 2**18)] * 3
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [workers == 0] * 3
 
 
 @pytest.mark.gpu

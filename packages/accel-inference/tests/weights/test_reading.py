@@ -62,6 +62,19 @@ def test_sources_are_taken_as_their_weights_are_used(saved):
     assert len(taken) == 3
 
 
+def test_weights_in_host_memory_are_not_collected():
+    made = []
+
+    def sources():
+        for _ in range(5):
+            made.append(HostWeight(torch.ones(2)))
+            yield made[-1]
+
+    reading = read_in_order(sources(), threads=2)
+    next(reading)
+    assert len(made) == 1
+
+
 def test_a_file_that_was_cut_is_the_error_of_its_weight(saved):
     weights, file = saved
     found, _ = read_header(file)

@@ -5,6 +5,8 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
-from accel_observe.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers
+from accel_observe.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers, peak_flops
 from accel_observe.meters.health import Trouble, worst_of_others
 from accel_observe.meters.observed_run import RunProgress
 from accel_observe.meters.progress import clock_text
@@ -352,22 +354,19 @@ def test_times_are_readable(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", 181e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("AMD Instinct MI300X", 1307e12),
-    ],
-)
-def test_the_peak_is_that_of_the_whole_product_with_the_name(name: str, peak: float | None) -> None:
-    from accel_observe.meters.flops import peak_of
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA L40S", 362e12), ("Abacus 7", None)])
+def test_the_peak_of_any_type_is_that_of_its_product(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_state.device.functions import DeviceFunctions
+    from accel_state.device.kinds import DEVICE_KINDS, DeviceKind
 
-    assert peak_of(name) == peak
+    class Functions(DeviceFunctions):
+        def module(self, kind: DeviceKind) -> Any:
+            return SimpleNamespace(get_device_name=lambda index=0: name)
+
+    monkeypatch.setitem(DEVICE_KINDS, "abacus", DeviceKind("abacus", "gloo", functions=Functions()))  # type: ignore[index]
+    assert (peak_flops("abacus:1"), peak_flops("cpu")) == (peak, None)
 
 
 def test_norms_of_halves_are_sums_in_fp32_without_copies() -> None:

@@ -187,6 +187,7 @@ def _decided(
         seq_length=strategy.seq_length,
         loss=strategy.loss,
         policy=policy,
+        device_type=hardware.kind,
     )
     facts = optimizer_facts(
         optimizers[0] if optimizers else strategy.optimizer, profile.parameters, foreach=hardware.kind != "cpu"
@@ -294,12 +295,11 @@ def first_batch(loader: Any, share: int) -> Any:
 
 
 def checkpoint_blocks(model: "nn.Module") -> None:
-    """Wraps each repeated block, in place, with activation checkpointing."""
+    """Makes backward recompute the activations of each repeated block."""
     from accel_backends.fsdp.config import FSDPConfig
-    from accel_backends.fsdp.shard import checkpointed, replace_modules
     from accel_backends.fsdp.wrap_units import find_units
+    from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
     from accel_backends.ops.fqn import innermost
 
     root = innermost(model)
-    blocks = [root.get_submodule(name) for name in find_units(root, FSDPConfig()).blocks]
-    replace_modules(root, {id(block): checkpointed(block) for block in blocks})
+    ActivationCheckpointing().apply(root, find_units(root, FSDPConfig()).blocks)

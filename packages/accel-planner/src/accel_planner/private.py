@@ -3,6 +3,7 @@
 No other module of the package uses a private name of torch; CI checks that.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ flatten = _pytree.tree_flatten
 leaves = _pytree.tree_leaves
 mapped = _pytree.tree_map
 unflatten = _pytree.tree_unflatten
+
+
+# Operations of GPUs that read fp16 and write fp32. A torch without them fails at import.
+WIDENING_SOFTMAX: Mapping[Any, Any] = {
+    torch.ops.aten.softmax.int: torch.ops.aten._softmax.default,
+    torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax.default,
+}
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -1,11 +1,15 @@
 """Hardware: what is understood as a description of devices, and what is refused."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_planner import Hardware, parse_size
-from accel_state import ConfigError
+from accel_state import DEVICE_KINDS, ConfigError, Device, DeviceKind, Topology
+from accel_state.device.functions import DeviceFunctions
 
 GB = 10**9
 
@@ -19,6 +23,7 @@ GB = 10**9
         (" 4 x 24 gb ", 1, 4, 24 * GB),
         ("8*1.5TB", 1, 8, 1500 * GB),
         ("8xH100", 1, 8, 79 * 2**30),
+        ("2x8xMI300X", 2, 8, 191 * 2**30),
     ],
 )
 def test_hardware_is_read_as_people_write_it(text: str, nodes: int, devices: int, memory: int) -> None:
@@ -41,7 +46,7 @@ def test_hardware_is_read_as_people_write_it(text: str, nodes: int, devices: int
         ("1x2x3x80GB", "not understood"),
         ("eight", "neither a size nor one of"),
         ("8xRTX4090", "'RTX4090' in devices '8xRTX4090' is neither a size nor one of V100, .*H100"),
-        ("2x8xMI300X", "'MI300X' in devices '2x8xMI300X' is neither a size nor one of"),
+        ("2x8xMI325X", "'MI325X' in devices '2x8xMI325X' is neither a size nor one of"),
         ("8", "as in 8x80GB or 8xH100"),
         ("2x8", "say nothing of a device's memory"),
     ],
@@ -64,19 +69,21 @@ def test_sizes_come_back_as_bytes(number: int, unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "product"),
-    [
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA L40", None),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("NVIDIA GH200 480GB", "H200"),
-        ("Tesla T4", "T4"),
-    ],
+    ("name", "flops", "link"),
+    [("NVIDIA H100 80GB HBM3", 989e12, 450e9), ("NVIDIA L40", 181e12, 32e9), ("NVIDIA GeForce RTX 4090", None, None)],
 )
-def test_a_product_is_known_by_a_word_of_the_devices_name(name: str, product: str | None) -> None:
-    from accel_planner.cost.hardware import PRODUCTS, product_of
+def test_a_detected_product_has_the_rates_of_the_one_table(
+    name: str, flops: float | None, link: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Functions(DeviceFunctions):
+        def module(self, kind: DeviceKind) -> SimpleNamespace:
+            return SimpleNamespace(get_device_name=lambda index: name, mem_get_info=lambda index: (1, 7))
 
-    assert product_of(name) is (None if product is None else PRODUCTS[product])
+    monkeypatch.setitem(DEVICE_KINDS, "abacus", DeviceKind("abacus", "gloo", functions=Functions()))
+    session: Any = SimpleNamespace(device=Device("abacus", 1), topology=Topology.on_one_node(1, 2))
+    found = Hardware.detect(session)
+    assert (found.devices, found.memory, found.kind) == (2, 7, "abacus")
+    guessed = Hardware()
+    assert (found.flops, found.local) == (
+        (guessed.flops, guessed.local) if flops is None or link is None else (flops * 0.45, link * 0.75)
+    )

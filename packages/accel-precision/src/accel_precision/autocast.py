@@ -7,7 +7,7 @@ such as DDP call the module as before, and a copy or a pickle has the original c
 
 import copy
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
@@ -24,7 +24,7 @@ Converter = Callable[[Any], Any]
 
 
 class _Swapped:
-    """First base of every class made by ``call_within``.
+    """First base of every class made by ``subclass_with``.
 
     Has no ``__slots__``, which would change the layout of instances.
     """
@@ -92,8 +92,26 @@ def call_within(
         outputs: applied to the module's outputs, outside the context.
     """
     original = type(model)
+    try:
+        model.__class__ = subclass_with(original, {"__call__": _make_call(original.__call__, context, inputs, outputs)})
+    except TypeError as error:
+        raise PrecisionError(
+            f"{original.__module__}.{original.__qualname__} does not let an instance change its class ({error}), so "
+            "its calls cannot run under autocast; wrap it in an nn.Module, or enter accelerator.autocast() yourself"
+        ) from error
+    return model
+
+
+def subclass_with(original: type[nn.Module], members: Mapping[str, object]) -> type[nn.Module]:
+    """Returns a subclass of the same name with ``members``, which an instance of ``original`` can get as its class.
+
+    ``restore_module`` undoes the change of class; copies and pickles of the instance have the original class.
+
+    Raises:
+        TypeError: the class has a metaclass that makes no such subclass.
+    """
     namespace = {
-        "__call__": _make_call(original.__call__, context, inputs, outputs),
+        **members,
         "__slots__": (),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -102,14 +120,8 @@ def call_within(
     }
     bases = (original,) if issubclass(original, _Swapped) else (_Swapped, original)
     metaclass: Any = type(original)
-    try:
-        model.__class__ = metaclass(original.__name__, bases, namespace)
-    except TypeError as error:
-        raise PrecisionError(
-            f"{original.__module__}.{original.__qualname__} does not let an instance change its class ({error}), so "
-            "its calls cannot run under autocast; wrap it in an nn.Module, or enter accelerator.autocast() yourself"
-        ) from error
-    return model
+    made: type[nn.Module] = metaclass(original.__name__, bases, namespace)
+    return made
 
 
 def restore_module(model: nn.Module) -> nn.Module:

@@ -187,6 +187,12 @@ def get_cpu_distributed_information() -> CPUInformation:
     return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
 
 
+def usable_cpus() -> list[int]:
+    """Returns the numbers of the CPUs that this process may use: its affinity, or all where there is no affinity."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return sorted(affinity(0)) if affinity is not None else list(range(os.cpu_count() or 1))
+
+
 def get_current_device_type() -> tuple[str, str]:
     """Returns the accelerator type and its ``DistributedType`` name; ("cuda", "MULTI_GPU") without an accelerator."""
     from accel_state.device.kinds import DEVICE_KINDS

@@ -9,6 +9,7 @@ from accel.setup.kwargs_handlers import InitProcessGroupKwargs as InitProcessGro
 from accel.setup.kwargs_handlers import ProjectConfiguration as ProjectConfiguration
 from accel.state import PartialState as PartialState
 from accel.utils.imports import is_rich_available as is_rich_available
+from accel_backends import ActivationCheckpointing as ActivationCheckpointing
 from accel_backends import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_backends import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_backends import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from accel.checkpoints.train_state import Stateful
     from accel.prepared import PreparationOptions
     from accel.setup.build import Components
-    from accel_backends import BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from accel_backends import (
+        ActivationCheckpointing,
+        BackendConfig,
+        FullyShardedDataParallelPlugin,
+        TorchDynamoPlugin,
+    )
     from accel_ckpt.io.storage import Location
     from accel_data import LoaderOptions
     from accel_deepspeed import DeepSpeedPlugin
@@ -68,6 +73,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         fsdp_plugin: options with which parameters, gradients and optimizer states are sharded.
         deepspeed_plugin: train with DeepSpeed: options, a mapping of them, or DeepSpeed's own configuration.
         deepspeed_plugins: several plugins by name; ``select_deepspeed_plugin`` selects one, initially the first.
+        activation_checkpointing: backward recomputes activations, whatever the strategy: True, or which and how.
         scheduler_steps: ``"per_step"`` steps a schedule once per optimizer step, ``"per_process"`` once per process.
         debug: verify every collective on all ranks before it runs.
 
@@ -99,6 +105,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         fsdp_plugin: "FullyShardedDataParallelPlugin | Mapping[str, Any] | None" = None,
         deepspeed_plugin: "DeepSpeedPlugin | Mapping[str, Any] | None" = None,
         deepspeed_plugins: "Mapping[str, DeepSpeedPlugin | Mapping[str, Any]] | None" = None,
+        activation_checkpointing: "bool | ActivationCheckpointing | None" = None,
         scheduler_steps: SchedulerSteps = "per_step",
         debug: bool | None = None,
     ) -> None:
@@ -113,6 +120,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
                 "mixed_precision": mixed_precision,
                 "gradient_accumulation_steps": gradient_accumulation_steps,
                 "cpu": cpu,
+                "activation_checkpointing": activation_checkpointing,
                 "debug": debug,
                 "project_dir": None if project_dir is None else os.fspath(project_dir),
             },
@@ -162,9 +170,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         self._loaders = loaders = Loaders(strategy, clock, opened.loading, rng_types)
         self._preparation = Preparation(strategy, prepared, loaders, clock, log, options)
         self._monitor = monitor = Monitor(strategy, prepared, clock, config, log, opened.handlers.profile)
-        self._trackers = trackers = Trackers(
-            session, project, log, log_with, describe=lambda: monitor.explain().to_dict()
-        )
+        self._trackers = trackers = Trackers(session, project, log, log_with, describe=monitor.describe)
         side_states = {
             "progress": SideState(monitor.run_progress.save, monitor.run_progress.load),
             "trackers": SideState(trackers.state_dict, trackers.load_state_dict),

@@ -34,8 +34,7 @@ def distributed_type(session: Session, backend: "Backend | None" = None) -> Dist
         return DistributedType(named)
     if session.world_size == 1:
         return DistributedType.NO
-    kind = "GPU" if session.device.type == "cuda" else session.device.type.upper()
-    return DistributedType(f"MULTI_{kind}")
+    return DistributedType(session.device.kind.family)
 
 
 class _ProcessView(ProcessViews):

@@ -16,8 +16,13 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProfileKwargs
+from accel.state import distributed_type
 from accel_observe.meters import count_flops
+from accel_observe.profiling.memory_snapshot import write_snapshot
 from accel_observe.profiling.profiler import MERGED, OTHER_KERNELS, SUMMARY, merge_traces, top_operators
+from accel_state.device.device import Device
+from accel_state.device.functions import DeviceFunctions
+from accel_state.device.kinds import DEVICE_KINDS, DeviceKind
 from accel_state.errors import ConfigError
 
 
@@ -106,6 +111,25 @@ def test_memory_that_runs_out_is_accounted_for_by_name(tmp_path: Path) -> None:
     assert len(sizes) >= 5
     assert sizes == sorted(sizes, reverse=True)
     assert math.isclose(other.sum().item(), 0.0)
+
+
+def test_the_allocator_of_any_device_is_summarised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Functions(DeviceFunctions):
+        def module(self, kind: DeviceKind) -> Any:
+            return SimpleNamespace(memory_summary=lambda index: f"beads of {index}")
+
+    monkeypatch.setitem(cast(Any, DEVICE_KINDS), "abacus", DeviceKind("abacus", "gloo", functions=Functions()))
+    write_snapshot(tmp_path / "a.txt", MemoryError("no"), [], Device("abacus", 3))
+    assert (tmp_path / "a.txt").read_text() == "MemoryError: no\n\n\nbeads of 3\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "named"),
+    [("cuda", 2, "MULTI_GPU"), ("xpu", 2, "MULTI_XPU"), ("mps", 2, "NO"), ("cuda", 1, "NO")],
+)
+def test_the_kind_of_distribution_is_in_the_row_of_the_device(device: str, world: int, named: str) -> None:
+    session: Any = SimpleNamespace(world_size=world, device=Device(device))
+    assert distributed_type(session) == named
 
 
 def test_other_errors_pass_untouched() -> None:

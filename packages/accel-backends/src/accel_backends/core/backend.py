@@ -82,6 +82,11 @@ class Backend(ABC):
         reason = self.capabilities.refusal(self.name, run.policy, session.device.type, session.world_size)
         if reason is not None:
             raise BackendError(reason)
+        if run.recomputed is not None and self.capabilities.instead_of_recomputing is not None:
+            raise BackendError(
+                f"backend {self.name!r} does not apply activation_checkpointing; leave it out, and "
+                f"{self.capabilities.instead_of_recomputing}"
+            )
         self.run, self.session, self.policy, self.config = run, session, run.policy, config
         self.device: torch.device = session.device.torch
         self.owned = Ownership()
@@ -119,9 +124,10 @@ class Backend(ABC):
         return unwrap(model, keep_torch_compile=keep_torch_compile)
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Drops prepared models and restores their original class, so that they can be prepared again."""
+        """Drops prepared models, and restores the classes of their modules, so that they can be prepared again."""
         for model in models:
-            restore_module(innermost(model))
+            for module in innermost(model).modules():
+                restore_module(module)
             self.owned.drop(model)
         self._backward.clear()
 

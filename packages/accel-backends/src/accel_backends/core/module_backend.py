@@ -1,6 +1,7 @@
 """Template of the backends that prepare module by module: check, place, convert, wrap, rebind optimizers."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from accel_backends.core.backend import Backend
 from accel_backends.core.bundle import Bundle, check_bundle
 from accel_backends.core.rank_comparison import compare_bundles
 from accel_backends.core.rebind import rebind, state_to_device
+from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
+from accel_backends.ops.blocks import declared_or_repeated_blocks
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcast_states
 from accel_precision.autocast import autocast_module, cast_parameters
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
 class ModuleBackend(Backend):
     """Prepares one model after the other: ``prepare`` calls the hooks below, of which a backend must have ``wrap``.
 
-    The hooks, in the order of their calls: ``check`` the bundle, ``bind`` it; for each model ``ready``, which calls
+    The hooks, in the order of their calls: ``check`` the bundle, look for the blocks of activation checkpointing
+    (``blocks``), ``bind`` the bundle; for each model ``ready``, which calls
     ``place`` and ``wrap``; then ``convert_state`` for the state of optimizers whose parameters were replaced.
     """
 
@@ -54,13 +58,16 @@ class ModuleBackend(Backend):
                 meta_allowed=self.capabilities.meta_device,
             )
             self.check(bundle)
+            recomputed = self._recomputed_blocks(bundle)
         except PrepareError as error:
-            problem = error
+            problem, recomputed = error, []
         self._agree(problem)
         if self.session.world_size > 1:
             compare_bundles(bundle, group=self.session.group)
         if bundle.training:
             upcast_states(bundle.optimizers, self.policy)
+        for how, model, names in recomputed:
+            how.apply(model, names)
         return self.bind(bundle)
 
     def check(self, bundle: Bundle) -> None:
@@ -130,9 +137,29 @@ class ModuleBackend(Backend):
         """Whether sharded weights are all-gathered in 8 bits with these options. Default: from ``capabilities``."""
         return self.capabilities.gathers_fp8
 
+    @property
+    def recomputed(self) -> ActivationCheckpointing | None:
+        """Activations that backward recomputes; None: none. Default: the run's."""
+        return self.run.recomputed
+
+    def blocks(self, model: nn.Module) -> Sequence[str]:
+        """Returns the names of a model's blocks, which activation checkpointing recomputes unless it names others.
+
+        Default: the blocks that the model declares or repeats.
+        """
+        return declared_or_repeated_blocks(innermost(model))
+
     def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
         """Converts a value of optimizer state for the parameter that replaces the old one. Default: unchanged."""
         return value
+
+    def _recomputed_blocks(self, bundle: Bundle) -> list[tuple[ActivationCheckpointing, nn.Module, list[str]]]:
+        """Returns the blocks to recompute of each model of a bundle, with the options that they are recomputed by."""
+        how = self.recomputed
+        if how is None or not bundle.training:
+            return []
+        roots = map(innermost, bundle.models)
+        return [(how, root, how.find(root, self.blocks(root))) for root in roots]
 
     def _agree(self, problem: Exception | None) -> None:
         if self.session.world_size > 1:

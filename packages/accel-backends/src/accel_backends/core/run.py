@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_precision.options import AutocastKwargs, GradScalerKwargs
 from accel_precision.policy import PrecisionPolicy
 from accel_state.parallelism.config import ParallelismConfig
@@ -21,6 +22,7 @@ class Run:
         parallelism: degrees of each axis, from which backends take those that they serve.
         autocast: options of the autocast context around forwards.
         scaler: options of the fp16 loss scale; None: the defaults.
+        recomputed: activations that backward recomputes in models that train; None: none, or by the backend's options.
     """
 
     session: Session
@@ -28,6 +30,7 @@ class Run:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     scaler: GradScalerKwargs | None = None
+    recomputed: ActivationCheckpointing | None = None
 
     def autocast_context(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Returns the policy's autocast context on the run's device; ``options``: others than the run's."""

@@ -1,6 +1,6 @@
 """Backend that shards parameters, gradients and optimizer states with torch's ``fully_shard`` (FSDP2)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary
@@ -46,13 +46,14 @@ from accel_backends.fsdp.validate import (
     is_sharded,
 )
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
+from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.dtensor import is_dtensor, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
-from accel_backends.ops.optimizer_trial import check_on_shards, holds_any
+from accel_backends.ops.optimizer_support import check_on_shards, holds_any
 from accel_backends.parallel.axes import ModelAxes
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import cast_parameters
@@ -147,6 +148,15 @@ class FSDPBackend(ModuleBackend):
     def gathers_fp8(self) -> bool:
         """False if parameters are resharded to a smaller shard degree after forward, which torch lacks for fp8."""
         return isinstance(self._options.reshard, bool)
+
+    @property
+    def recomputed(self) -> ActivationCheckpointing | None:
+        """The run's activation checkpointing, otherwise that of the options."""
+        return self.run.recomputed or self._options.recomputed
+
+    def blocks(self, model: nn.Module) -> Sequence[str]:
+        """Returns the names of the units that are repeated blocks."""
+        return self._units(innermost(model)).blocks
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """Shards a model that trains, precision included; a model that is only evaluated stays unsharded."""

@@ -25,6 +25,7 @@ from accel_backends.core.option_parsing import (
     reshard_value,
     wrap_value,
 )
+from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_state.errors import BackendError, ConfigError
 from accel_state.parallelism.config import ParallelismConfig
 from accel_state.topology import Topology
@@ -274,6 +275,13 @@ class FSDPConfig(BackendConfig):
                 f"auto_wrap_policy={self.auto_wrap_policy}; nearest: TRANSFORMER_BASED_WRAP"
             )
         self.ignored_modules = self._given("ignored_modules", "IGNORED_MODULES", env)
+
+    @property
+    def recomputed(self) -> ActivationCheckpointing | None:
+        """Activation checkpointing by the options above; None without it."""
+        if not self.activation_checkpointing:
+            return None
+        return ActivationCheckpointing(offload=bool(self.activation_checkpointing_offload))
 
     def _read_memory(self, env: Mapping[str, str]) -> None:
         if self.cpu_offload is None:

@@ -16,7 +16,6 @@ from accel_backends.fsdp.unused_parameters import Usage
 from accel_backends.fsdp.wrap_units import Units, find_units
 from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.ops.meta_init import Made, materialise
-from accel_backends.private import wrap_checkpointed
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
 from accel_precision.policy import PrecisionPolicy
@@ -182,11 +181,6 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     whole = [p for p in model.parameters() if p.dim() == 0 and p not in ignored]
     for parameter in whole:
         parameter.data = parameter.data.to(how.device)
-    if how.config.activation_checkpointing:
-        offload = how.config.activation_checkpointing_offload and how.device.type != "cpu"
-        wrapped = {id(named[name]): checkpointed(named[name], offload=offload) for name in units.blocks}
-        replace_modules(model, wrapped)
-        named |= {name: wrapped[id(named[name])] for name in units.blocks}
     apart = ignored | set(whole)
     for name in units.inside_out:
         _shard_unit(named[name], how, apart, wide=name in units.wide)
@@ -233,11 +227,6 @@ def _synchronise(model: nn.Module, sharded: Sharded, enable: bool) -> None:
     cast(Any, model).set_requires_gradient_sync(enable, recurse=False)
     for unit in sharded.units:
         unit.set_requires_gradient_sync(enable, recurse=False)
-
-
-def checkpointed(block: nn.Module, *, offload: bool = False) -> nn.Module:
-    """Wraps the block in activation checkpointing; ``offload``: its inputs are kept in host memory."""
-    return wrap_checkpointed(block, offload=offload)
 
 
 def set_prefetch(blocks: list["FSDPModule"], model: nn.Module, config: FSDPConfig) -> None:

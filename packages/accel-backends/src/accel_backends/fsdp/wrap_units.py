@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, final
@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_backends.core.option_parsing import AutoWrap
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.ops.compile import repeated_blocks
+from accel_backends.ops.blocks import blocks_by_class, declared_or_repeated_blocks
 from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.private import BatchNorm
 from accel_state.errors import PrepareError
@@ -51,8 +51,7 @@ def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) ->
         halves: whether units compute in half precision, in which running statistics would drift.
 
     Raises:
-        PrepareError: no module has a given class (the message lists the classes); or there is no block for activation
-            checkpointing.
+        PrepareError: no module has a given class (the message lists the classes).
     """
     model = innermost(model)
     modules = dict(model.named_modules())
@@ -62,11 +61,6 @@ def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) ->
     asked = [name for name in _asked(model, open_modules, config) if name and _can_be_unit(open_modules.get(name))]
     leaking = _tied_outside(model, {name: modules[name] for name in open_modules if name})
     blocks = tuple(name for name in asked if name not in leaking)
-    if config.activation_checkpointing and not blocks:
-        raise PrepareError(
-            f"activation_checkpointing=True, and {type(model).__name__} has no blocks that could be computed again: it "
-            "repeats none, and none were named; give transformer_cls_names_to_wrap or an auto_wrap_policy"
-        )
     automatic = config.auto_wrap_policy in (None, AutoWrap.TRANSFORMER_BASED_WRAP)
     extra = _embeddings(open_modules, blocks, leaking) if automatic and blocks else ()
     wide = tuple(
@@ -75,25 +69,6 @@ def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) ->
         if halves and name and isinstance(module, BatchNorm) and module.affine and name not in leaking
     )
     return Units(blocks, extra, wide, ignored, tuple(name for name in asked if name in leaking))
-
-
-def units_by_class(model: nn.Module, names: Sequence[str], *, strict: bool = True) -> list[str]:
-    """Returns the names of the modules whose class name is one of ``names``.
-
-    Raises:
-        PrepareError: with ``strict``, no module has one of the classes.
-    """
-    found = {name: type(module).__name__ for name, module in model.named_modules()}
-    known = list(dict.fromkeys(found.values()))
-    missing = [name for name in names if name not in known]
-    if missing and strict:
-        near = get_close_matches(missing[0], known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PrepareError(
-            f"Could not find the transformer layer class {missing[0]} in the model. {type(model).__name__} consists of "
-            f"{', '.join(known)}{hint}"
-        )
-    return [name for name, kind in found.items() if kind in names]
 
 
 def units_by_size(model: nn.Module, least: int) -> list[str]:
@@ -162,10 +137,8 @@ def _asked(model: nn.Module, modules: dict[str, nn.Module], config: FSDPConfig) 
     if callable(policy) and not isinstance(policy, AutoWrap):
         return units_by_policy(modules.items(), policy)
     if config.transformer_cls_names_to_wrap:
-        return units_by_class(model, config.transformer_cls_names_to_wrap)
-    declared = getattr(model, "_no_split_modules", None)
-    found = units_by_class(model, list(declared), strict=False) if declared else []
-    return found or repeated_blocks(model)
+        return blocks_by_class(model, config.transformer_cls_names_to_wrap)
+    return declared_or_repeated_blocks(model)
 
 
 def _ignored(modules: dict[str, nn.Module], config: FSDPConfig) -> tuple[str, ...]:

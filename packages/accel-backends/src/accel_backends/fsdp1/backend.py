@@ -1,6 +1,6 @@
 """Backend of FSDP version 1, for code that depends on the ``FullyShardedDataParallel`` wrapper."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.mesh import MeshLayout, ShardingMesh
 from accel_backends.fsdp.outside_forward import explained, refuse_outside
-from accel_backends.fsdp.shard import checkpointed, replace_modules, shard_dtypes, units_of
+from accel_backends.fsdp.shard import replace_modules, shard_dtypes, units_of
 from accel_backends.fsdp.states import refuse_full_tensors
 from accel_backends.fsdp.unit_record import watch_units
 from accel_backends.fsdp.validate import (
@@ -35,12 +35,13 @@ from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.fsdp1.gradients import FlatGradients
 from accel_backends.fsdp1.states import MESHLESS, FlatStates, updated
 from accel_backends.fsdp1.wrap import check_trained, find_fsdp1, outside_units, wrapper_arguments
+from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.fqn import innermost, places
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import Made, check_initialisers, is_meta, materialise
-from accel_backends.ops.optimizer_trial import check_on_pieces
+from accel_backends.ops.optimizer_support import check_on_pieces
 from accel_backends.ops.state_dicts import optimizer_state
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import cast_parameters
@@ -141,6 +142,15 @@ class FSDP1Backend(ModuleBackend):
             self.states.load_optimizer(optimizer, bound.models, state)
         return bound
 
+    @property
+    def recomputed(self) -> ActivationCheckpointing | None:
+        """The run's activation checkpointing, otherwise that of the options."""
+        return self.run.recomputed or self._options.recomputed
+
+    def blocks(self, model: nn.Module) -> Sequence[str]:
+        """Returns the names of the units that are repeated blocks."""
+        return self._units(innermost(model)).blocks
+
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """Wraps a model that trains, precision included; a model that is only evaluated stays unsharded."""
         return self.wrap(model) if training else super().ready(model, placed=placed, training=False)
@@ -167,7 +177,6 @@ class FSDP1Backend(ModuleBackend):
         if self._options.sync_module_states and not values:
             model.to(self.device)
             broadcast([*(p.data for p in model.parameters()), *model.buffers()], group=self.session.group)
-        blocks = {id(root.get_submodule(name)): root.get_submodule(name) for name in units.blocks}
         arguments = wrapper_arguments(
             root,
             units,
@@ -177,9 +186,6 @@ class FSDP1Backend(ModuleBackend):
             mesh=self._spread.mesh,
             device=self.device,
         )
-        if self._options.activation_checkpointing:
-            replacing = {key: checkpointed(block) for key, block in blocks.items()}
-            replace_modules(root, replacing)
         wrapped = ExplainedRoot(model, **arguments, **values)
         replace_modules(wrapped, {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(wrapped)})
         if self._options.sharding_strategy is ShardingLevel.NO_SHARD:

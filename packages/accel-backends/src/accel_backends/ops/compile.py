@@ -9,6 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import nn
 
+from accel_backends.ops.blocks import repeated_blocks
 from accel_backends.ops.fqn import innermost, wrapped_name
 from accel_precision.options import KwargsHandler
 from accel_state.errors import BackendError, ConfigError
@@ -159,20 +160,6 @@ def _compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
         return call(*args, **kwargs)
 
     module._compiled_call_impl = torch.compile(run, **plugin.to_kwargs())
-
-
-def repeated_blocks(model: nn.Module) -> list[str]:
-    """Returns the names of repeated blocks: elements of an outermost list of two or more modules of one class."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{block}.") for block in found) or not isinstance(
-            module, (nn.ModuleList, nn.Sequential)
-        ):
-            continue
-        kinds = {type(child) for child in module}
-        if len(module) > 1 and len(kinds) == 1 and any(True for _ in next(iter(module)).children()):
-            found.extend(f"{name}.{position}" if name else str(position) for position in range(len(module)))
-    return found
 
 
 def unwrap(model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:

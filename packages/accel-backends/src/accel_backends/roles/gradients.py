@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.clip import Pieces, clip_grad_norm, clip_grad_value, finite, norm_of_held, scale_gradients
 from accel_backends.ops.fqn import named_parameters
-from accel_backends.ops.gradient_observer import Keep, watch_steps
 from accel_backends.ops.loss_scaling import check_scaled
 from accel_backends.roles.lost_step import lost_if_failed
 from accel_backends.roles.nearest import nearest_strategy
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from accel_backends.core.backend import Backend
 
 NOTHING: AbstractContextManager[None] = nullcontext()
+#: Receives this rank's gradients (or shards of them) by the ids of the model's parameters.
+Keep = Callable[[dict[int, torch.Tensor]], None]
 
 
 class ReplicatedGradients:
@@ -213,3 +214,13 @@ class ReplicatedGradients:
                 f"backend {self.name!r} spreads parameters over ranks, and local SGD has each rank train a copy of its "
                 f"own; nearest: {nearest_strategy(self.run, lambda other: not other.sharded)}"
             )
+
+
+def watch_steps(optimizer: Optimizer, keep: Keep) -> RemovableHandle:
+    """Calls ``keep`` with the ``grad`` of the optimizer's parameters before each step; for torch's optimizers."""
+
+    def before(stepping: Optimizer, args: object, kwargs: object) -> None:
+        parameters = [one for group in stepping.param_groups for one in group["params"]]
+        keep({id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None})
+
+    return optimizer.register_step_pre_hook(before)

@@ -1,6 +1,5 @@
 """Many small jobs on a few threads."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -8,6 +7,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from socket import gethostname
 from typing import final
+
+from accel_state.environment import usable_cpus
 
 _Job = Callable[[], None]
 
@@ -23,8 +24,7 @@ class Seat:
     @classmethod
     def own(cls) -> "Seat":
         """Returns the machine and CPUs of this process."""
-        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        return cls(gethostname(), sum(1 << number for number in usable))
+        return cls(gethostname(), sum(1 << number for number in usable_cpus()))
 
     def threads(self, every: Sequence["Seat"], most: int) -> int:
         """Returns the number of threads, 1 to ``most``, that uses this process's share of its CPUs.
@@ -43,8 +43,7 @@ class Seat:
 
 def default_threads() -> int:
     """Returns a number of threads that keeps a disk busy, at most the number of usable CPUs."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, usable))
+    return max(1, min(4, len(usable_cpus())))
 
 
 def run_jobs(jobs: Iterable[_Job], threads: int | None = None, *, pool: ThreadPoolExecutor | None = None) -> None:

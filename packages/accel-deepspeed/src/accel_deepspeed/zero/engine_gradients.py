@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.fqn import named_parameters
-from accel_backends.ops.gradient_observer import Keep
-from accel_backends.roles.gradients import ReplicatedGradients
+from accel_backends.roles.gradients import Keep, ReplicatedGradients
 from accel_deepspeed.zero.clipping import PartOfGradients, check_clip
 from accel_state.errors import BackendError
 

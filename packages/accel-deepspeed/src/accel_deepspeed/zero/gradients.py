@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accel_backends.ops.clip import listed
-from accel_backends.ops.gradient_observer import Keep
+from accel_backends.roles.gradients import Keep
 from accel_deepspeed.engine.manual_backward import ByHand
 from accel_deepspeed.tensor_parallel.shards import full_of_shard, local_shape_of, shape_of, shard_of_full
 from accel_deepspeed.zero.gradient_reads import Reads

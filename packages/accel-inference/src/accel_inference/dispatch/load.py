@@ -35,6 +35,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
     broadcast_from_rank0: bool = False,
     *,
     resident_bytes: int | None = None,
+    mapped: bool = False,
 ) -> nn.Module:
     """Loads a checkpoint into a model (built under :func:`init_empty_weights`, say) and dispatches it by a map.
 
@@ -67,6 +68,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
         strict=strict,
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
+        mapped=mapped,
     )
     offloaded = read_offload_index(offload_folder) if offload_folder is not None else {}
     if missing := missing_weights(model, offloaded):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_inference.module_tensors.access import set_module_tensor_to_device
+from accel_inference.module_tensors.access import is_below, set_module_tensor_to_device
 from accel_inference.module_tensors.dtypes import proper_dtype
 from accel_inference.module_tensors.ties import (
     check_tied_parameters_in_config,
@@ -19,6 +19,7 @@ from accel_inference.module_tensors.ties import (
     retie_parameters,
 )
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
+from accel_inference.weights.mapped_files import MappedFiles
 from accel_inference.weights.offload_folder import offload_weight, save_offload_index
 from accel_inference.weights.reading import read_in_order
 from accel_inference.weights.sources import FileWeight, Weight
@@ -41,6 +42,8 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    mapped: bool = False,
 ) -> None:
     """Reads a checkpoint (see :func:`checkpoint_files`) into a model, whose parameters may be on the meta device.
 
@@ -51,6 +54,10 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
 
     Weights have ``dtype`` or that of the checkpoint; ``keep_in_fp32_modules`` names modules that stay float32. Names
     that only one side has are logged, or with ``strict`` refused.
+
+    With ``mapped`` the weights on the CPU are pages of the safetensors files (see :class:`MappedFiles`): nothing is
+    read or copied now. The files must stay as they are while the model lives. Files of torch's zip format are mapped
+    in any case.
 
     Raises:
         ValueError: a module has no device in the map, or is on disk without an offload folder.
@@ -71,6 +78,7 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
         offload_buffers=offload_buffers,
         keep_in_fp32_modules=keep_in_fp32_modules,
         strict=strict,
+        mapped=mapped,
     )
 
 
@@ -84,6 +92,7 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     offload_buffers: bool = False,
     keep_in_fp32_modules: Sequence[str] | None = None,
     strict: bool = False,
+    mapped: bool = False,
     besides: Collection[str] = (),
 ) -> None:
     """Does what :func:`load_checkpoint_in_model` says with weights by name; the caller loads those in ``besides``."""
@@ -105,8 +114,9 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
         if step.device == "disk":
             assert offload_folder is not None
             _offload(step.name, _in_wanted_dtype(step, wanted, in_fp32), offload_folder, index)
-    placed = [step for step in plan if step.device != "disk"]
-    values = read_in_order(_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
+    placed = sorted((step for step in plan if step.device != "disk"), key=_place_in_files)
+    weights = (_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
+    values = read_in_order(map(MappedFiles().weight, weights) if mapped else weights)
     for step, value in zip(placed, values, strict=True):
         set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
     if offload_folder is not None:
@@ -122,6 +132,12 @@ class _Step:
     source: Weight
     device: int | str | torch.device
     target: Tensor
+
+
+def _place_in_files(step: _Step) -> tuple[str, int]:
+    """Sorts the weights of files by their place there, because disks read fastest in that order."""
+    source = step.source
+    return (str(source.file.path), source.offset) if isinstance(source, FileWeight) else ("", 0)
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:
@@ -197,7 +213,7 @@ def _in_wanted_dtype(step: _Step, wanted: torch.dtype | None, in_fp32: Sequence[
     if not own.is_floating_point:
         return step.source
     dtype = wanted or own
-    if dtype.itemsize < 4 and any(f".{part}." in f".{step.name}." for part in in_fp32):
+    if dtype.itemsize < 4 and is_below(step.name, in_fp32):
         dtype = torch.float32
     return step.source.in_dtype(dtype)
 

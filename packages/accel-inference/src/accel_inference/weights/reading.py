@@ -1,6 +1,5 @@
 """Weights read one after the other, several at a time."""
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from accel_inference.weights.sources import FileWeight, Weight
+from accel_state.environment import usable_cpus
 
 _MOST_THREADS = 4
 _SMALL = 2**20
@@ -18,7 +18,8 @@ def read_in_order(sources: Iterable[Weight], *, threads: int | None = None) -> I
     """Yields the weights in their order, and reads the next ones while the caller uses one.
 
     Host memory holds at most one weight for each thread beside what the caller keeps, so that a model larger than it
-    can go to a device. The caller reads what is small, in host memory, or of a format with threads of its own.
+    can go to a device. The caller reads what is small, in host memory, or of a format with threads of its own, and
+    gets it at once unless it waits for a read before it.
     """
     count = threads or _threads()
     if count == 1:
@@ -32,7 +33,7 @@ def read_in_order(sources: Iterable[Weight], *, threads: int | None = None) -> I
                 large = isinstance(source, FileWeight) and source.nbytes >= _SMALL
                 reads.append(team.submit(source.read) if large else source)
                 running += large
-                while running > count:
+                while reads and (running > count or not isinstance(reads[0], Future)):
                     done = reads.popleft()
                     running -= isinstance(done, Future)
                     yield _result(done)
@@ -49,5 +50,4 @@ def _result(read: "Weight | Future[Tensor]") -> Tensor:
 
 
 def _threads() -> int:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_THREADS, usable))
+    return max(1, min(_MOST_THREADS, len(usable_cpus())))

@@ -1,7 +1,8 @@
 """Sources of weights: host memory, ranges of files, and readers of other formats."""
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -41,12 +42,7 @@ class WeightFile:
         Raises:
             CheckpointCorruptError: the file is not the same any more, or ends before.
         """
-        descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            if _identity(os.fstat(descriptor)) != self.identity:
-                raise CheckpointCorruptError(
-                    f"{self.path} was replaced or written to since the model was dispatched; dispatch it again"
-                )
+        with self.opened() as descriptor:
             done = 0
             while done < len(target):
                 count = os.preadv(descriptor, [target[done:]], offset + done)
@@ -55,6 +51,21 @@ class WeightFile:
                         f"{self.path} ends at byte {offset + done}, and a weight ends at {offset + len(target)}"
                     )
                 done += count
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor of the file, for reading.
+
+        Raises:
+            CheckpointCorruptError: the file is not the same any more.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            if _identity(os.fstat(descriptor)) != self.identity:
+                raise CheckpointCorruptError(
+                    f"{self.path} was replaced or written to since the model was dispatched; dispatch it again"
+                )
+            yield descriptor
         finally:
             os.close(descriptor)
 

@@ -65,7 +65,7 @@ def env(config_file: str | None, *, as_json: bool) -> int:
 
 
 def environment(config_file: str | None = None) -> dict[str, object]:
-    """Facts for a bug report, as plain data. Devices are listed without being initialised."""
+    """Facts for a bug report, as plain data. Their names initialise the devices' driver."""
     changed = [row for row in rows_as_json(config_from({}, config_file)) if row["source"] != "default"]
     return {
         "platform": platform.platform(),
@@ -174,10 +174,10 @@ def _memory_gib() -> float | None:
 def _devices() -> list[str]:
     import torch
 
+    from accel_state.device.device import Device
+
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
         return ["cpu"]
-    count = torch.accelerator.device_count()
-    if kind.type == "cuda":
-        return [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count)]
-    return [f"{kind.type}:{index}" for index in range(count)]
+    devices = [Device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    return [f"{device} {device.product_name()}".rstrip() for device in devices]

@@ -12,6 +12,7 @@ from typing import final
 from accel_launch.config.model import AccelConfig
 from accel_launch.config.setting import nearest
 from accel_launch.launch.checks import machine_range
+from accel_state.environment import usable_cpus
 from accel_state.errors import LaunchError
 
 # CUDA (also under WSL), ROCm, Intel graphics, Habana and TPU, Meta.
@@ -42,7 +43,7 @@ def read_host(config: AccelConfig) -> HostFacts:
     """
     one_process = config.num_processes == 1 and not config.multi_gpu and config.gpu_ids is None
     kind, count = (None, 0) if config.cpu or config.tpu or one_process else _accelerators()
-    return HostFacts(sys.executable, _num_cores(), kind, count, _shared_interface(config))
+    return HostFacts(sys.executable, len(usable_cpus()), kind, count, _shared_interface(config))
 
 
 def count_accelerators() -> int:
@@ -91,11 +92,6 @@ def _shared_interface(config: AccelConfig) -> str | None:
     from accel_launch.launch.multi_node.network import interface_to
 
     return interface_to(config.main_process_ip)
-
-
-def _num_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _accelerators() -> tuple[str | None, int]:

@@ -1,29 +1,10 @@
 """Floating-point operations of a model, and the peak rate of a device."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
-# Dense bf16 FLOP/s of the vendors' data sheets (a multiply-add counts as two). The first match of the device's name
-# counts.
-_PEAKS = (
-    ("GB200", 2250e12),
-    ("GH200", 989e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("A10G", 70e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("V100", 125e12),
-    ("T4", 65e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),
-)
+from accel_state.device.device import Device
+from accel_state.device.products import product_of
 
 
 def count_flops(forward: Callable[[], Any], *, backward: bool = True) -> int:
@@ -41,21 +22,10 @@ def count_flops(forward: Callable[[], Any], *, backward: bool = True) -> int:
     return int(counter.get_total_flops())
 
 
-def peak_flops(device_type: str) -> float | None:
-    """Peak bf16 FLOP/s of one device of this process; None for a device that is not in the table."""
-    import torch
+def peak_flops(device: Device | str) -> float | None:
+    """Peak bf16 FLOP/s of a device of this process, or of the current device of a type; None if it is not known.
 
-    if device_type != "cuda":
-        return None
-    return peak_of(torch.cuda.get_device_name())
-
-
-def peak_of(name: str) -> float | None:
-    """Peak bf16 FLOP/s of the product with this name; None for others, and for a slice (MIG) of one.
-
-    The name has to hold the product's as words: an L40 is no L4.
+    The rates are those of ``accel_state.device.products``; a slice (MIG) of a product has none.
     """
-    words = re.split(r"[^A-Z0-9]+", name.upper())
-    if "MIG" in words:
-        return None
-    return next((peak for part, peak in _PEAKS if set(part.upper().split()).issubset(words)), None)
+    product = product_of(Device.parse(device).product_name())
+    return None if product is None else product.flops

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 from torch import nn
+
+from accel_state.device.device import Device
 
 if TYPE_CHECKING:
     from accel_state.session import Session
@@ -54,7 +56,7 @@ def memory_snapshot(session: "Session", named: NamedObjects, path: str | Path | 
             error.add_note("the largest tensors:\n" + "\n".join(map(str, held)))
             if path is not None:
                 place = Path(str(path).replace("{rank}", str(session.rank)))
-                write_snapshot(place, error, held, session.device.torch)
+                write_snapshot(place, error, held, session.device)
         raise
 
 
@@ -99,11 +101,11 @@ def largest_tensors(names: Mapping[int, str], count: int = 20) -> list[HeldTenso
     return sorted(found.values(), key=lambda one: -one.nbytes)[:count]
 
 
-def write_snapshot(path: Path, error: BaseException, tensors: Iterable[HeldTensor], device: Any) -> None:
-    """Writes the error, the allocator's own snapshot if there is one, and the tensors."""
+def write_snapshot(path: Path, error: BaseException, tensors: Iterable[HeldTensor], device: Device) -> None:
+    """Writes the error, the tensors, and the summary of torch's allocator if the device has one."""
     lines = [f"{type(error).__name__}: {error}", "", *map(str, tensors)]
-    if device.type == "cuda":
-        lines += ["", torch.cuda.memory_summary(device)]
+    if summary := device.memory_summary():
+        lines += ["", summary]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

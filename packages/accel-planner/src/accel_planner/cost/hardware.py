@@ -1,15 +1,16 @@
 """Hardware that a strategy is planned for: number, memory and speed of devices and links."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, final
 
+from accel_state.device.products import PRODUCTS, product_of
 from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes
 
 if TYPE_CHECKING:
+    from accel_state.device.device import Device
     from accel_state.session import Session
 
 _UNITS = {
@@ -29,37 +30,6 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)(/s)?", re.IGNORECASE)
 _EXAMPLES = "'8x80GB' (eight devices of 80 GB), '80GiB' (one), '2x8x80GB' (two nodes of eight), '8xH100'"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Product:
-    """Data-sheet facts of one accelerator: dense half-precision FLOP/s, and link bandwidth in one direction."""
-
-    memory: int
-    flops: float
-    link: float
-    kind: str = "cuda"
-
-
-_GB, _GIB = 10**9, 2**30
-PRODUCTS: Mapping[str, Product] = {
-    "V100": Product(32 * _GIB, 125e12, 150 * _GB),
-    "T4": Product(15 * _GIB, 65e12, 16 * _GB),
-    "A10G": Product(23 * _GIB, 70e12, 32 * _GB),
-    "L4": Product(23 * _GIB, 121e12, 32 * _GB),
-    "L40S": Product(45 * _GIB, 362e12, 32 * _GB),
-    "A100-40GB": Product(39 * _GIB, 312e12, 300 * _GB),
-    "A100": Product(79 * _GIB, 312e12, 300 * _GB),
-    "H100": Product(79 * _GIB, 989e12, 450 * _GB),
-    "H200": Product(139 * _GIB, 989e12, 450 * _GB),
-    "B200": Product(178 * _GIB, 2250e12, 900 * _GB),
-    "TPU-V4": Product(32 * _GIB, 275e12, 150 * _GB, "xla"),
-    "TPU-V5E": Product(16 * _GIB, 197e12, 100 * _GB, "xla"),
-    "TPU-V5P": Product(95 * _GIB, 459e12, 300 * _GB, "xla"),
-    "TPU-V6E": Product(32 * _GIB, 918e12, 224 * _GB, "xla"),
-}
-"""Accelerators that can be named in place of their memory size; the size is the memory that a process can use."""
 
 
 @final
@@ -248,27 +218,7 @@ def parse_size(text: str, *, what: str = "the size") -> int:
     return size
 
 
-def _as_product(hardware: Hardware, device: object) -> Hardware:
+def _as_product(hardware: Hardware, device: "Device") -> Hardware:
     """Returns ``hardware`` with the rates of the device's product, if that product is known."""
-    product = product_of(_device_name(device))
+    product = product_of(device.product_name())
     return hardware if product is None else replace(hardware, flops=product.flops * 0.45, local=product.link * 0.75)
-
-
-def product_of(name: str) -> Product | None:
-    """Returns the product of a device's name; None for others, and for a slice (MIG) of one.
-
-    The name has to hold the product's as a word: an L40S is no L4.
-    """
-    words = {word.replace("GH", "H") for word in re.split(r"[^A-Z0-9]+", name.upper())}
-    if "MIG" in words:
-        return None
-    return next((product for known, product in PRODUCTS.items() if words.issuperset(known.split("-"))), None) or next(
-        (product for known, product in PRODUCTS.items() if known.partition("-")[0] in words), None
-    )
-
-
-def _device_name(device: object) -> str:
-    import torch
-
-    index = getattr(device, "index", None) or 0
-    return torch.cuda.get_device_name(index).upper() if getattr(device, "type", "") == "cuda" else ""

@@ -7,13 +7,15 @@ import torch
 from torch import nn
 
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.fsdp.shard import checkpointed, replace_modules, units_of
+from accel_backends.fsdp.shard import units_of
 from accel_backends.fsdp.wrap_units import Units, parameters_of_units
+from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_planner import private
 from accel_planner.errors import PlanError
 from accel_planner.profile import layer_compression as folding
 from accel_planner.profile.example_inputs import Batch, Loss, guessed_loss, tokens
+from accel_planner.profile.gpu_autocast import autocast_lists_of
 from accel_planner.profile.models import Constructor, buffer_bytes, build, fake_copy, stored_dtype
 from accel_planner.profile.profile import ModelProfile, ParameterFact, Timeline, Variant
 from accel_planner.profile.trace import trace
@@ -34,6 +36,7 @@ def profile_model(
     loss: Loss | None = None,
     policy: PrecisionPolicy | str | None = None,
     config: FSDPConfig | None = None,
+    device_type: str = "cuda",
 ) -> ModelProfile:
     """Profiles a model and one step of it on fake tensors: allocates no memory and computes nothing.
 
@@ -46,6 +49,7 @@ def profile_model(
         loss: function of the model and a batch; None guesses one (see ``example_inputs.guessed_loss``).
         policy: the precision.
         config: options for finding the units (see ``FSDPConfig``).
+        device_type: type of the devices, on which depends what autocast computes in fp32.
 
     Raises:
         PlanError: the model cannot be built or copied, or the batch does not fit it.
@@ -57,7 +61,7 @@ def profile_model(
     units = units_of(model, policy, config)
     names = ("", *sorted(units.inside_out))
     batch = _batch(model, sample, batch_size, seq_length)
-    profiler = _Profiler(model, policy, units, names)
+    profiler = _Profiler(model, policy, units, names, device_type)
     notes = list(built.notes)
     timelines: Mapping[Variant, Timeline]
     if batch is None:
@@ -102,11 +106,14 @@ def _batch(model: nn.Module, sample: Any, batch_size: int | None, seq_length: in
 class _Profiler:
     """Profiler of one model, precision and set of units, for all variants."""
 
-    def __init__(self, model: nn.Module, policy: PrecisionPolicy, units: Units, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, policy: PrecisionPolicy, units: Units, names: tuple[str, ...], device_type: str
+    ) -> None:
         self.model = model
         self.policy = policy
         self.units = units
         self.names = names
+        self.device_type = device_type
         self.unit_of = {
             name: names.index(unit) for unit, group in parameters_of_units(model, units).items() for name in group
         }
@@ -160,11 +167,7 @@ class _Profiler:
         units = {index: copied.get_submodule(name) for index, name in enumerate(self.names) if index}
         unit_of = {id(parameter): self.unit_of.get(name, 0) for name, parameter in kept.items()}
         if variant.checkpointed:
-            wrapped = {
-                id(copied.get_submodule(name)): checkpointed(copied.get_submodule(name)) for name in self.units.blocks
-            }
-            units = {index: wrapped.get(id(module), module) for index, module in units.items()}
-            replace_modules(copied, wrapped)
+            ActivationCheckpointing().apply(copied, self.units.blocks)
         folding.fold(copied, runs)
         gone = {name for run in runs for name in run[2:-1]}
         units = {index: module for index, module in units.items() if self.names[index] not in gone}
@@ -173,9 +176,10 @@ class _Profiler:
         with mode:
             value = batch.fake(self.policy.compute if variant.native or self.policy.true else None)
             known = [*kept.values(), *copied.buffers(), *_leaves(value)]
-        return trace(
-            copied, lambda: _explained(loss, callable_, value), units=units, unit_of=unit_of, known=known, fake=mode
-        )
+        with autocast_lists_of(self.device_type):
+            return trace(
+                copied, lambda: _explained(loss, callable_, value), units=units, unit_of=unit_of, known=known, fake=mode
+            )
 
     def _precise(self, model: nn.Module, units: Mapping[int, nn.Module], variant: Variant) -> nn.Module:
         """Sets the copy's precision: autocast, or casts of each unit's inputs to its compute dtype."""

@@ -128,6 +128,19 @@ class Device:
         kind = self.kind
         return kind.functions.memory(kind, self.index)
 
+    def product_name(self) -> str:
+        """Returns the vendor's name, such as "NVIDIA H100 80GB HBM3"; empty for types that do not tell.
+
+        Initialises the driver.
+        """
+        kind = self.kind
+        return kind.functions.product_name(kind, self.index)
+
+    def memory_summary(self) -> str:
+        """Returns a table of torch's caching allocator for the device; empty for types that have none."""
+        kind = self.kind
+        return kind.functions.memory_summary(kind, self.index)
+
     def synchronize(self) -> None:
         """Waits until all work queued on the device is done; returns at once on the CPU."""
         kind = self.kind

@@ -81,6 +81,16 @@ class DeviceFunctions:
         free, total = module.mem_get_info(index)
         return DeviceMemory(int(free), int(total))
 
+    def product_name(self, kind: "DeviceKind", index: int | None) -> str:
+        """Returns the vendor's name of the device; empty for types that do not tell. Initialises the driver."""
+        name = getattr(self.module(kind), "get_device_name", None)
+        return "" if name is None else str(name() if index is None else name(index))
+
+    def memory_summary(self, kind: "DeviceKind", index: int | None) -> str:
+        """Returns a table of torch's caching allocator; empty for types that have none."""
+        summary = getattr(self.module(kind), "memory_summary", None)
+        return "" if summary is None else str(summary() if index is None else summary(index))
+
     def synchronize(self, kind: "DeviceKind", index: int | None) -> None:
         """Waits until all work queued on the device is done."""
         self.module(kind).synchronize(index)
@@ -152,6 +162,14 @@ class CPUFunctions(DeviceFunctions):
     def memory(self, kind: "DeviceKind", index: int | None) -> DeviceMemory:
         """Returns free and total bytes of host memory."""
         return host_memory()
+
+    def product_name(self, kind: "DeviceKind", index: int | None) -> str:
+        """Returns an empty name: nothing is looked up by a processor's."""
+        return ""
+
+    def memory_summary(self, kind: "DeviceKind", index: int | None) -> str:
+        """Returns an empty summary: there is no cache."""
+        return ""
 
     def synchronize(self, kind: "DeviceKind", index: int | None) -> None:
         """Returns at once."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from accel_state.environment import parse_flag_from_env
+from accel_state.environment import parse_flag_from_env, usable_cpus
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,11 +74,11 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
     if not hasattr(os, "sched_setaffinity") or count_devices("cuda") <= local_process_index:
         return
-    cpus = _cpus_near_gpu(local_process_index) & os.sched_getaffinity(0)
+    cpus = _cpus_near_gpu(local_process_index).intersection(usable_cpus())
     if cpus:
         os.sched_setaffinity(0, cpus)
     if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
-        _LOG.info("process %d keeps to CPUs %s", local_process_index, sorted(cpus or os.sched_getaffinity(0)))
+        _LOG.info("process %d keeps to CPUs %s", local_process_index, sorted(cpus) or usable_cpus())
 
 
 # Accelerate's name for the variant that ignores its cache; here nothing is cached.

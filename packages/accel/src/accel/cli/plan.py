@@ -69,6 +69,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
         seq_length=options["seq_length"],
         loss=None if loss is None else load_function(loss, "--loss"),
         policy=policy,
+        device_type=hardware.kind,
     )
     facts = optimizer_facts(options["optimizer"], profile.parameters, foreach=hardware.kind != "cpu")
     every = candidates_on(hardware, blocks=bool(profile.blocks))

@@ -81,7 +81,7 @@ class Monitor:
             every=every,
             tokens=tokens,
             flops_per_sample=flops_per_sample,
-            peak=peak_flops or looked_up(session.device.torch.type),
+            peak=peak_flops or looked_up(session.device),
             watch_loss=LossWatch() if watch_loss is True else watch_loss or None,
         )
         self._log.phases = self._meter.clock
@@ -106,6 +106,10 @@ class Monitor:
         from accel.observe.explain import explain
 
         return explain(self._strategy, self._prepared, self._clock, self._config, self._counted)
+
+    def describe(self) -> dict[str, Any]:
+        """The explanation as plain values, for the trackers."""
+        return self.explain().to_dict()
 
     @contextmanager
     def count_communication(self) -> "Iterator[dict[str, dict[str, int]]]":

@@ -11,13 +11,15 @@ from accel.loop.accumulator import GradientAccumulationPlugin
 from accel.setup.kwargs_handlers import Handlers, ProjectConfiguration, sort_handlers
 from accel.setup.plugins_from_config import compilation_of, degrees_and_open_axes, fp8_recipe
 from accel.setup.resolve_strategy import requested, resolve, with_implied
-from accel_backends import Choice, Run, load_backend
+from accel_backends import ActivationCheckpointing, Choice, Run, load_backend
 from accel_backends.core.config import Resolution, Stated, StrategyFacts
+from accel_backends.ops.activation_checkpointing import as_checkpointing
 from accel_data.options import LoaderOptions
 from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_planner.auto import Undecided
 from accel_precision import AutocastKwargs, PrecisionPolicy
 from accel_state import Device, ParallelismConfig, Session, Topology
+from accel_state.environment import usable_cpus
 from accel_state.errors import ConfigError
 from accel_state.session import locate
 
@@ -56,7 +58,8 @@ def open_parts(
 ) -> Components:
     """Resolves the configuration and the strategy, then opens the session and the backend.
 
-    Nothing is opened if a setting cannot work. ``plugins``: options of backends, by the names of their arguments.
+    Nothing is opened if a setting cannot work. ``call``: arguments that are settings, or replace one; ``plugins``:
+    options of backends, by the names of their arguments.
 
     Raises:
         ConfigError: a setting cannot work, alone or with the others.
@@ -73,6 +76,14 @@ def open_parts(
     if steps is None and "gradient_accumulation_steps" in implied:
         steps = implied["gradient_accumulation_steps"].value
     accumulating = accumulation_of(steps, accumulation, config)
+    asked = call.get("activation_checkpointing")
+    is_setting = asked is None or isinstance(asked, str | int)
+    checkpointing = as_checkpointing(config.activation_checkpointing if is_setting else asked)
+    if checkpointing is not None and resolved.auto is not None:
+        raise ConfigError(
+            "strategy 'auto' decides about activation checkpointing by memory, and activation_checkpointing says it "
+            "already; leave one of them out"
+        )
     process_group = sorted_handlers.process_group
     with ExitStack() as on_failure:
         session = on_failure.enter_context(
@@ -88,7 +99,7 @@ def open_parts(
         policy = policy_of(call["mixed_precision"], config, sorted_handlers, device_type=session.device.type)
 
         def open_backend(name: str, resolution: Resolution) -> "Backend":
-            run = run_of(session, policy, resolution.parallelism, sorted_handlers)
+            run = run_of(session, policy, resolution.parallelism, sorted_handlers, checkpointing)
             return load_backend(name)(run, resolution.config)
 
         parts = Components(
@@ -116,10 +127,16 @@ def open_parts(
     return parts
 
 
-def run_of(session: Session, policy: PrecisionPolicy, parallelism: ParallelismConfig, handlers: Handlers) -> Run:
+def run_of(
+    session: Session,
+    policy: PrecisionPolicy,
+    parallelism: ParallelismConfig,
+    handlers: Handlers,
+    recomputed: ActivationCheckpointing | None = None,
+) -> Run:
     """Run that a backend is opened for."""
     autocast = handlers.autocast or AutocastKwargs()
-    return Run(session, policy, parallelism, autocast=autocast, scaler=handlers.scaler)
+    return Run(session, policy, parallelism, autocast=autocast, scaler=handlers.scaler, recomputed=recomputed)
 
 
 def facts_of(config: AccelConfig, parallelism: ParallelismConfig | None) -> StrategyFacts:
@@ -144,7 +161,7 @@ def policy_of(asked: object, config: AccelConfig, handlers: Handlers, *, device_
 def keep_to_cores(topology: Topology, device: Device) -> None:
     """Binds this process to the cores next to its device; if no core is nearer, to its share of the available cores."""
     if not device.keep_to_near_cores() and hasattr(os, "sched_setaffinity"):
-        mine = cores_of(sorted(os.sched_getaffinity(0)), topology.local_rank, topology.local_world_size)
+        mine = cores_of(usable_cpus(), topology.local_rank, topology.local_world_size)
         os.sched_setaffinity(0, mine)
 
 

@@ -38,6 +38,9 @@ class TrainingSettings:
             section="deepspeed_config",
         ),
     )
+    activation_checkpointing: bool = setting(
+        False, Facts("Recompute the activations of the model's blocks in backward, with any strategy.", _TRAIN)
+    )
     seed: int | None = setting(None, Facts("Seeds Python, NumPy and torch.", _TRAIN, minimum=0, maximum=2**63 - 1))
     project_dir: str | None = setting(None, Facts("Folder for checkpoints and logs of trackers.", _TRAIN))
     backend: str | None = setting(

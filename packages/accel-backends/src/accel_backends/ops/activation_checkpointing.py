@@ -1,0 +1,213 @@
+"""Activation checkpointing: backward recomputes the activations of a model's blocks instead of keeping them.
+
+A block is recomputed by its class: the instance gets a subclass of its class, of the same name, whose ``forward`` runs
+in ``torch.utils.checkpoint``. The tree of modules, names, types and hooks are unchanged, and hooks of the block itself
+run once. Wrappers and backends that shard by module add their hooks outside of ``forward``, as for any block.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial, wraps
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from accel_backends.ops.blocks import blocks_by_class
+from accel_precision.autocast import subclass_with
+from accel_precision.options import KwargsHandler
+from accel_state.errors import BackendError, ConfigError, PrepareError
+
+Select = Callable[[str, nn.Module], bool]
+Policy = Callable[..., Any]
+Run = Callable[..., Any]
+
+_SAVED = ("nothing", "matmuls")
+# Operations of ``save="matmuls"``: those that cost most for the bytes that they return. Names that this torch lacks are
+# left out.
+_MATMULS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+# Attribute of transformers' modules that recompute their blocks themselves.
+_OF_TRANSFORMERS = "gradient_checkpointing"
+# Method of transformers' KV caches, to which a second forward would add again.
+_CACHE = "get_seq_length"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointing(KwargsHandler):
+    """Which activations backward recomputes instead of keeping them.
+
+    A recomputed block keeps its inputs, and runs forward a second time in backward, with the same random numbers and
+    the same autocast: same gradients, less memory, about a third more computation. (Chen et al. 2016, "Training Deep
+    Nets with Sublinear Memory Cost", arXiv:1604.06174; ``save`` as in torch's selective activation checkpointing.)
+
+    Attributes:
+        blocks: class names of the modules to recompute, or a function of a module's name and the module; None: the
+            units of a backend that has them (FSDP), or the blocks that the model declares or repeats.
+        every: recompute each n-th of these blocks, and keep the activations of the others.
+        save: what a recomputed block keeps besides its inputs: ``"nothing"``, ``"matmuls"`` (results of matrix
+            products, convolutions and attention, which cost most to recompute), or a policy of
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+        offload: keep the inputs of blocks in host memory, pinned; without effect where the host computes.
+        preserve_rng_state: recompute with the random numbers of the forward; False saves time in blocks without
+            dropout.
+
+    Raises:
+        ConfigError: ``every`` below one, or a name that ``save`` does not know.
+    """
+
+    blocks: Sequence[str] | Select | None = None
+    every: int = 1
+    save: Literal["nothing", "matmuls"] | Policy = "nothing"
+    offload: bool = False
+    preserve_rng_state: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.blocks, str):
+            object.__setattr__(self, "blocks", (self.blocks,))
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(f"every is {self.every!r}; expected 1 (each block is recomputed) or a larger integer")
+        if not callable(self.save) and self.save not in _SAVED:
+            near = get_close_matches(str(self.save), _SAVED, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"save is {self.save!r}; expected {', '.join(map(repr, _SAVED))}, or a policy{hint}")
+
+    def find(self, model: nn.Module, default: Iterable[str]) -> list[str]:
+        """Returns the names of the blocks that are recomputed; ``default``: blocks if the options select none; pure.
+
+        Raises:
+            PrepareError: there are none; no module has a given class; or the model recomputes its blocks already.
+        """
+        kind = type(model).__name__
+        if any(getattr(module, _OF_TRANSFORMERS, False) for module in model.modules()):
+            raise PrepareError(
+                f"activation checkpointing was requested for {kind}, whose gradient_checkpointing_enable() was called, "
+                "so its blocks would be recomputed twice; leave one of them out"
+            )
+        if self.blocks is None:
+            found = list(default)
+        elif callable(self.blocks):
+            found = [name for name, module in model.named_modules() if name and self.blocks(name, module)]
+        else:
+            found = blocks_by_class(model, list(self.blocks))
+        chosen = found[self.every - 1 :: self.every]
+        if not chosen:
+            has = f"it has {len(found)}, and every={self.every}" if found else "it repeats none, and none were named"
+            raise PrepareError(
+                f"activation_checkpointing=True, and {kind} has no blocks that could be computed again: {has}; give "
+                "ActivationCheckpointing(blocks=...) the class names of its blocks (for FSDP, "
+                "transformer_cls_names_to_wrap or an auto_wrap_policy as well)"
+            )
+        return chosen
+
+    def apply(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Makes the named blocks recompute their activations; a block that does so already is left as it is.
+
+        Blocks of one class get one class, so that torch compiles their code once.
+
+        Raises:
+            PrepareError: a class that does not let instances change it.
+        """
+        made: dict[type[nn.Module], type[nn.Module]] = {}
+        for name in names:
+            block = model.get_submodule(name)
+            original = type(block)
+            if hasattr(original, "_accel_recomputed"):
+                continue
+            try:
+                if original not in made:
+                    forward = _recomputed(original.forward, self._run())
+                    made[original] = subclass_with(original, {"forward": forward, "_accel_recomputed": True})
+                block.__class__ = made[original]
+            except TypeError as error:
+                raise PrepareError(
+                    f"{name} is a {original.__qualname__}, which does not let an instance change its class ({error}), "
+                    "so it cannot be recomputed; call torch.utils.checkpoint.checkpoint in its forward instead"
+                ) from error
+
+    def _run(self) -> Run:
+        """Returns the function that calls a block's forward so that backward repeats it."""
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
+        if self.save != "nothing":
+            kept = matmuls() if self.save == "matmuls" else self.save
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+        run: Run = partial(checkpoint, **options)
+        return _offloaded(run) if self.offload else run
+
+
+def as_checkpointing(asked: object) -> ActivationCheckpointing | None:
+    """Returns the options that a user asked for: ``True`` stands for the defaults, ``False`` and None for none.
+
+    Raises:
+        ConfigError: a value of another type.
+    """
+    if isinstance(asked, ActivationCheckpointing):
+        return asked
+    if asked is None or isinstance(asked, bool):
+        return ActivationCheckpointing() if asked else None
+    raise ConfigError(
+        f"activation_checkpointing is {asked!r}; expected True, False or ActivationCheckpointing(blocks=..., save=...)"
+    )
+
+
+def matmuls() -> list[Any]:
+    """Returns the operations whose results ``save="matmuls"`` keeps, of those that this torch has."""
+    packets = [getattr(torch.ops.aten, name) for name in _MATMULS if hasattr(torch.ops.aten, name)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if overload != "out"]
+
+
+def _recomputed(forward: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    @wraps(forward)
+    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        args, kwargs = tuple(map(_without_cache, args)), {key: _without_cache(one) for key, one in kwargs.items()}
+        return run(partial(forward, self, **kwargs), *args)
+
+    return recomputed
+
+
+def _without_cache(argument: Any) -> Any:
+    """Returns an argument of a block, and None for an empty KV cache, which the second forward would fill again.
+
+    Raises:
+        BackendError: a cache that holds keys and values, without which the block would compute something else.
+    """
+    length = getattr(argument, _CACHE, None)
+    if length is None:
+        return argument
+    if length() > 0:
+        raise BackendError(
+            f"a block whose activations are recomputed got a {type(argument).__name__} with keys and values, to which "
+            "the second forward would add its own again; train without it, or leave activation_checkpointing out"
+        )
+    return None
+
+
+def _offloaded(run: Run) -> Run:
+    """Returns ``run`` with the tensors that it saves, inputs of blocks, in pinned host memory until backward."""
+
+    def offloaded(function: Callable[..., Any], *args: Any) -> Any:
+        device = next((one.device.type for one in args if isinstance(one, torch.Tensor)), "cpu")
+        if device == "cpu":
+            return run(function, *args)
+        with save_on_cpu(pin_memory=True, device_type=device):
+            return run(function, *args)
+
+    return offloaded
