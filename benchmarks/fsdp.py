@@ -10,7 +10,7 @@ those, so that it comes out the same in every run.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle
@@ -127,17 +127,22 @@ MAKERS: dict[str, Callable[[Case], Step]] = {"raw": raw, "accel": accel}
 
 def measure_time(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
     """Milliseconds of the step by hand, and how much longer ours takes, on the clock and in processor time."""
+    loops = {name: make(case) for name, make in MAKERS.items()}
+    found = timed(loops, rounds=rounds, steps=steps * case.accumulate)
+    return {"case": case.name, **found, "raw_ms": found["raw_ms"] * case.accumulate}
+
+
+def timed(loops: Mapping[str, Step], *, rounds: int, steps: int) -> dict[str, float]:
+    """Milliseconds of the step ``raw``, and how much longer ``accel`` takes, as one rank sees it."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    loops = {name: make(case) for name, make in MAKERS.items()}
-
     spent: dict[str, list[float]] = {name: [] for name in loops}
 
     def run(name: str) -> Step:
         def many() -> None:
             started = time.thread_time()
-            for _ in range(steps * case.accumulate):
+            for _ in range(steps):
                 loops[name]()
             spent[name].append(time.thread_time() - started)
 
@@ -148,7 +153,6 @@ def measure_time(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
     ratios = [ours / theirs for ours, theirs in zip(busy["accel"], busy["raw"], strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {
-        "case": case.name,
         "raw_ms": statistics.median(times["raw"]) / steps * 1e3,
         "wall_ratio": ratio(times, "accel", "raw"),
         "cpu_ratio": statistics.median(ratios),

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Options that leave the quickest part that still shows every column; columns that hold numbers in some row.
 RUNS = {
+    "axes": (["--cases", "tp:2"], {"raw_ms", "wall_ratio", "cpu_ratio", "+-"}),
     "checkpoint": (["--ranks", "1"], {"mib", "base_ms", "goal", "accel", "extra_memory"}),
     "collectives": ([], {"bare_us", "by_hand_to_bare", "accel_to_bare", "accel_to_by_hand"}),
     "deepspeed": (["--stages", "1"], {"raw_ms", "wall_percent", "cpu_percent"}),

@@ -20,6 +20,8 @@ from accel_testing.equivalence.layouts import DEGREES, PRECISIONS, Layout, expan
         ("tp:2", Layout("fsdp", 2, degrees=(("tp", 2),))),
         ("cp:2/fp64/acc=2", Layout("fsdp", 2, precision="fp64", accumulate=2, degrees=(("cp", 2),))),
         ("tp:2/dp_shard=3", Layout("fsdp", 6, degrees=(("tp", 2), ("dp_shard", 3)))),
+        ("pp:2/tp:2/acc=2", Layout("pipeline", 4, accumulate=2, degrees=(("pp", 2), ("tp", 2)))),
+        ("tp:2/pp:2/dp_shard=2", Layout("pipeline", 8, degrees=(("tp", 2), ("pp", 2), ("dp_shard", 2)))),
         ("pp:4", Layout("pipeline", 4, degrees=(("pp", 4),))),
         (
             "hsdp:2x3/bf16/cpu_offload=true",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, with_exact_loss
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, tiny_mixtral, with_exact_loss
 from accel_testing.equivalence.equivalence import assert_equivalent
 from accel_testing.equivalence.program import Program
 from accel_testing.ranks.pool import RankPool
@@ -28,6 +28,21 @@ def tied_llama() -> Program:
     return llama(tied=True)
 
 
+def mixtral(*, router_loss: bool = False) -> Program:
+    """A tiny Mixtral and its own loss.
+
+    The weight of its routers' loss makes the rounding of that loss, float32 in transformers, less than 1e-10.
+    """
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "router_aux_loss_coef": 1e-4}
+    model = with_exact_loss(tiny_mixtral(**sizes, output_router_logits=router_loss, use_cache=False))
+    batches = torch.randint(0, VOCABULARY, (STEPS, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    return Program(model, loss_of, list(batches), clip=0.5)
+
+
+def balanced_mixtral() -> Program:
+    return mixtral(router_loss=True)
+
+
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     loss: Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
@@ -40,7 +55,24 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
         (tied_llama, "tp:2/dp_shard=2/fp64/acc=2"),
         (llama, "cp:2/fp64/acc=2"),
         (tied_llama, "pp:2/fp64/acc=2"),
+        (balanced_mixtral, "ep:2/fp64"),
+        pytest.param(balanced_mixtral, "ep:2/dp_replicate=2/fp64", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/dp_shard=2/fp64/acc=2/short", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/dp_shard=2/fp64/acc=2/weighted", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/dp_shard=2/fp64/activation_checkpointing=true", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/dp_shard=2/fp64/cpu_offload=true", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/dp_shard=2/fp64/reshard_after_forward=2", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/dp_shard=2/fp64/sharding_strategy=SHARD_GRAD_OP", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/dp_shard=2/fp64/find_unused_parameters=true", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/dp_shard=2/bf16", marks=pytest.mark.slow),
+        pytest.param(mixtral, "ep:2/fp32", marks=pytest.mark.slow),
+        (tied_llama, "pp:2/dp_shard:2/fp64/acc=2"),
+        pytest.param(tied_llama, "pp:2/tp:2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp64/acc=2/weighted", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp64/acc=2/short", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/dp_replicate=2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/tp:2/fp32", marks=pytest.mark.slow),
+        pytest.param(llama, "pp:2/dp_shard:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "tp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "cp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/fp32", marks=pytest.mark.slow),
@@ -107,12 +139,68 @@ def dropped_sum_of_tied_weight() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def router_loss_averaged_twice() -> Iterator[None]:
+    """Each rank's part of the gradient of the routers' loss is divided by the ranks, and ranks average once more."""
+    from accel_backends.parallel import router_loss
+
+    def make(original: Any) -> Any:
+        def halve(*args: Any, **kwargs: Any) -> Tensor:
+            loss = original(*args, **kwargs)
+            return loss.detach() + (loss - loss.detach()) / 2
+
+        return halve
+
+    with replaced(router_loss, "load_balancing_loss", make):
+        yield
+
+
+@contextmanager
+def doubled_gradient_of_experts() -> Iterator[None]:
+    """The gradients of experts are those of the sum over two ranks, not of the mean."""
+    from accel_backends.parallel import expert_parallel
+
+    def make(original: Any) -> Any:
+        return lambda *args, average=True, **kwargs: original(*args, average=False, **kwargs)
+
+    with replaced(expert_parallel, "apply_expert_parallel", make):
+        yield
+
+
+@contextmanager
+def halved_gradients_of_shards() -> Iterator[None]:
+    """The gradients of stages are divided by their data-parallel ranks twice."""
+    from accel_backends.parallel.pipeline import shards
+
+    def make(original: Any) -> Any:
+        def reduce(units: Any) -> None:
+            for unit in units:
+                for entry in shards.unit_parameters(unit):
+                    full = shards.full_parameter(entry)
+                    full.grad = None if full.grad is None else full.grad * 0.5
+            original(units)
+
+        return reduce
+
+    with replaced(shards, "reduce_unit_gradients", make):
+        yield
+
+
 @pytest.mark.parametrize(
     ("mutation", "program", "layout", "words"),
     [
         (doubled_tensor_gradient, llama, "tp:2", r"at step 0:\n  the gradient norm is"),
         (wrong_divisor_of_sequences, llama, "cp:2", r"(?s)at step 0:\n  the loss is .*the gradient norm .*1/2 of it"),
+        (router_loss_averaged_twice, balanced_mixtral, "ep:2", r"at step 0:\n  the gradient norm is"),
+        (doubled_gradient_of_experts, mixtral, "ep:2", r"at step 0:\n  the gradient norm is"),
         (dropped_sum_of_tied_weight, tied_llama, "pp:2", r"at step 0:\n  the gradient norm is"),
+        pytest.param(
+            halved_gradients_of_shards,
+            llama,
+            "pp:2/dp_shard:2",
+            r"(?s)at step 0:\n  .*the gradient norm .*1/2 of it",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -129,21 +129,6 @@ def test_a_torch_without_collectives_of_units_keeps_its_own(monkeypatch):
     assert private.unit_collectives(lambda run: run(), lambda run: run()) is None
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_checkpointed_block_computes_the_same_under_the_same_names(offload):
-    block = nn.Linear(3, 3)
-    inputs = torch.ones(2, 3, requires_grad=True)
-    wrapped = private.wrap_checkpointed(block, offload=offload)
-    torch.testing.assert_close(wrapped(inputs), block(inputs), rtol=0, atol=0)
-    assert wrapped.state_dict().keys() == block.state_dict().keys()
-
-
-def test_a_torch_without_the_wrappers_is_refused_with_what_works(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", None)
-    with pytest.raises(BackendError, match="leave activation_checkpointing out"):
-        private.wrap_checkpointed(nn.Linear(1, 1), offload=False)
-
-
 def test_ddp_finds_the_parameters_that_it_leaves_out():
     model = nn.Linear(2, 2)
     private.leave_out_of_ddp(model, ["weight"])

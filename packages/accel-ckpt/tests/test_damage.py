@@ -217,6 +217,18 @@ def test_parts_that_overlap_are_refused(saved: Path) -> None:
         accel_ckpt.open_checkpoint(saved)
 
 
+@pytest.mark.parametrize("one", [True, 1.0])
+def test_numbers_are_validated_in_each_of_several_equal_tensors(saved: Path, one: object) -> None:
+    def change(document: dict[str, Any]) -> None:
+        for name, size in (("valid", 1), ("other", one)):
+            part = ["tensors-00000.safetensors", name, [0], [size]]
+            document["tensors"][name] = {"dtype": "float32", "shape": [1], "parts": [part]}
+
+    reseal(saved, change)
+    with pytest.raises(CheckpointCorruptError, match="not a natural number"):
+        accel_ckpt.open_checkpoint(saved)
+
+
 def test_a_newer_format_is_refused_with_what_to_do(saved: Path) -> None:
     reseal(saved, put("version", manifests.VERSION + 1))
     with pytest.raises(CheckpointError, match="reads up to version 1: install a newer one"):

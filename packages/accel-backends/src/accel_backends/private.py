@@ -140,6 +140,26 @@ def unit_parameters(module: nn.Module) -> Iterable[Any]:
     return [entry for group in unit_groups(module) for entry in group.fsdp_params]
 
 
+def joined_units(root: nn.Module) -> None:
+    """Makes FSDP2 units one tree with a root that is never called, by ``_lazy_init``, as its first call would."""
+    unit: Any = root
+    unit._get_fsdp_state()._lazy_init()
+
+
+def reduce_unit_gradients(units: Iterable[Any]) -> None:
+    """Reduces the full gradients of FSDP2 units that no backward hook has reduced.
+
+    By ``post_backward`` and ``finalize_backward`` of each group, as ``torch.distributed.pipelining`` does.
+
+    Collective: every rank of the units' meshes must call this.
+    """
+    groups = [group for unit in units for group in unit_groups(unit)]
+    for group in groups:
+        group.post_backward()
+    for group in groups:
+        group.finalize_backward()
+
+
 @contextmanager
 def replaced_all_gathers(root: nn.Module, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Context in which each all-gather of a sharded model is what ``replace`` makes of it.
@@ -161,6 +181,17 @@ def replaced_all_gathers(root: nn.Module, replace: Callable[[Any], Any]) -> Iter
     finally:
         for group, comm in zip(groups, before, strict=True):
             group._all_gather_comm = comm
+
+
+def guard_shape_inference(stage: Any, guard: Callable[[Callable[[], Any], Sequence[torch.Tensor]], Any]) -> None:
+    """Makes the backward by which a ``PipelineStage`` finds shapes, ``_compute_input_grads``, run in a guard.
+
+    ``guard`` is called with the function that computes it and with the inputs. A torch without the method is left as it
+    is: an error in this backward then reaches other ranks by their timeout only.
+    """
+    run = getattr(stage, "_compute_input_grads", None)
+    if run is not None:
+        stage._compute_input_grads = lambda outputs, inputs, *rest: guard(lambda: run(outputs, inputs, *rest), inputs)
 
 
 def full_parameter(entry: Any) -> torch.Tensor | None:

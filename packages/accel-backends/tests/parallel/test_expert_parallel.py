@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from accel_backends.parallel.expert_parallel import apply_expert_parallel
-from accel_backends.parallel.router_loss import load_balancing_loss
-from accel_state.errors import PrepareError
+from accel_backends.parallel.router_loss import load_balancing_loss, sum_router_loss
+from accel_state.errors import BackendError, PrepareError
 
 from .tiny_models import OPTIMIZERS, assert_states_equal, distance, full, llama, mixtral, next_token_loss, tokens
 
@@ -152,6 +152,66 @@ def test_router_loss_is_that_of_all_tokens(rank):
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     for ours, other in zip(mine, full_logits, strict=True):
         assert distance(ours.grad / 2, other.grad.chunk(2)[rank]) < 1e-5
+
+
+@pytest.mark.ranks(2)
+def test_router_loss_counts_the_tokens_of_ranks_with_padding(rank):
+    """Ranks with different numbers of tokens, some of them masked."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1], [1, 1, 1, 1, 1, 1]])
+    full_logits = logits.clone().requires_grad_()
+    expected = load_balancing_loss_func((full_logits,), 4, 2, mask)
+    expected.backward()
+    mine = logits.split([4, 8])[rank].clone().requires_grad_()
+    held = mask.flatten().split([4, 8])[rank]
+    loss = load_balancing_loss([mine], top_k=2, group=dist.group.WORLD, mask=held)
+    loss.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert distance(mine.grad / 2, full_logits.grad.split([4, 8])[rank]) < 1e-5
+
+
+@pytest.mark.ranks(2)
+def test_a_model_returns_the_router_loss_of_all_ranks(rank):
+    """Whether it is asked by its configuration or in the call; without it, nothing changes."""
+    model, summed = (mixtral(router_aux_loss_coef=0.5) for _ in range(2))
+    sum_router_loss(summed, None)
+    mine = tokens(rank)
+    asked = {"input_ids": mine, "labels": mine, "output_router_logits": True}
+    every = torch.cat([tokens(0), tokens(1)])
+    expected = model(input_ids=every, output_router_logits=True).aux_loss
+    own, ours = model(**asked), summed(**asked)
+    assert float(ours.aux_loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(ours.loss - own.loss) == pytest.approx(0.5 * float(expected - own.aux_loss), abs=1e-5)
+    assert torch.equal(summed(input_ids=mine, labels=mine).loss, model(input_ids=mine, labels=mine).loss)
+    summed.config.output_router_logits = True
+    assert float(summed(input_ids=mine).aux_loss) == pytest.approx(float(expected), rel=1e-5)
+    with pytest.raises(BackendError, match=r"without router_logits and aux_loss.*nearest: return_dict=True"):
+        summed(**asked, return_dict=False)
+
+
+@pytest.mark.ranks(2)
+def test_experts_of_gpt_oss_with_biases(rank):
+    """Their forward names its arguments otherwise."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
+    counts = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = GptOssConfig(**sizes, **counts, pad_token_id=0, eos_token_id=1, experts_implementation="eager")
+        models.append(GptOssForCausalLM(config).double())
+    expected, model = models
+    apply_expert_parallel(model, ep_mesh())
+    batch = global_batch(0)
+    next_token_loss(expected(input_ids=batch, use_cache=False).logits, batch).backward()
+    mine = batch.chunk(2)[rank]
+    next_token_loss(model(input_ids=mine, use_cache=False).logits, mine).backward()
+    average_gradients(model)
+    for (name, ours), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert distance(full(ours.grad), other.grad) < 1e-10, name
 
 
 @pytest.mark.ranks(3)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, tiny_mixtral
 
 LENGTH, BATCH = 16, 2
 
@@ -19,21 +19,7 @@ def llama(*, tie: bool = False, heads: int = 4, blocks: int = 2, **options: Any)
 
 
 def mixtral(**options: Any) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_local_experts=4,
-        experts_implementation="eager",  # the default has no kernel for fp64
-        **options,
-    )
-    return MixtralForCausalLM(config)
+    return tiny_mixtral(**options)
 
 
 def qwen3() -> nn.Module:

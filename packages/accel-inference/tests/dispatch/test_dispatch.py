@@ -169,3 +169,57 @@ def test_host_weights_are_not_copied(model):
     assert torch.equal(model(X), expected)
     weights["linear2.bias"].add_(1)
     torch.testing.assert_close(model(X), expected + 1)  # the sum is rounded in another order
+
+
+def test_a_folder_with_another_models_weights_is_refused(model, three_layers, tmp_path):
+    expected = model(X)
+    disk_offload(model, tmp_path)
+    other = three_layers().eval()
+    for offload in (lambda: disk_offload(other, tmp_path), lambda: dispatch_model(other, HALF, offload_dir=tmp_path)):
+        with pytest.raises(CheckpointMismatchError, match=r"linear1\.weight\.dat has other bytes"):
+            offload()
+    assert not any(parameter.is_meta for parameter in other.parameters())
+    assert torch.equal(model(X), expected)
+
+
+def test_models_with_the_same_weights_share_a_folder(model, tmp_path):
+    expected = model(X)
+    same = copy.deepcopy(model)
+    disk_offload(model, tmp_path)
+    dispatch_model(same, HALF, offload_dir=tmp_path)
+    for each in (model, same):
+        assert torch.equal(each(X), expected)
+
+
+def test_two_checkpoints_share_a_folder_that_only_names_their_weights(three_layers, tmp_path):
+    plain = [three_layers().eval() for _ in range(2)]
+    made = []
+    for index, each in enumerate(plain):
+        save_file(each.state_dict(), tmp_path / f"{index}.safetensors")
+        with init_empty_weights():
+            empty = three_layers().eval()
+        file = tmp_path / f"{index}.safetensors"
+        made.append(load_checkpoint_and_dispatch(empty, file, {"": "disk"}, offload_folder=tmp_path / "offload"))
+    for each, expected in zip(made, plain, strict=True):
+        assert torch.equal(each(X), expected(X))
+
+
+def test_a_checkpoint_does_not_take_what_it_lacks_from_the_folder(model, three_layers, tmp_path):
+    disk_offload(model, tmp_path / "offload")
+    state = {name: tensor for name, tensor in three_layers().state_dict().items() if name != "linear1.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        empty = three_layers().eval()
+    with pytest.raises(CheckpointMismatchError, match=r"lacks weights of the model: linear1\.weight"):
+        load_checkpoint_and_dispatch(
+            empty, tmp_path / "model.safetensors", {"": "disk"}, offload_folder=tmp_path / "offload"
+        )
+
+
+def test_a_folder_with_weights_of_another_shape_is_refused(model, tmp_path):
+    disk_offload(model, tmp_path)
+    with init_empty_weights():
+        wider = nn.Sequential()
+        wider.linear1 = nn.Linear(3, 9)
+    with pytest.raises(CheckpointMismatchError, match=r"linear1\.weight is \[4, 3\] among the offloaded weights"):
+        disk_offload(wider, tmp_path)

@@ -17,7 +17,7 @@ from accel_inference.weights.offload_folder import (
     read_offload_index,
     save_offload_index,
 )
-from accel_state.errors import CheckpointCorruptError, CheckpointError
+from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
@@ -112,3 +112,22 @@ def test_processes_that_write_the_same_weights_at_once_leave_full_files(tmp_path
     assert [writer.wait(120) for writer in writers] == [0, 0]
     assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["weight"], torch.ones(50_000))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "weight.dat"]
+
+
+def test_a_folder_keeps_its_weights_and_refuses_others(tmp_path):
+    offload_state_dict(tmp_path, {"weight": torch.ones(4)})
+    stamp = (tmp_path / "weight.dat").stat()
+    offload_state_dict(tmp_path, {"weight": torch.ones(4)})
+    for other in (torch.zeros(4), torch.ones(5), torch.ones(0)):
+        with pytest.raises(CheckpointMismatchError, match=r"weight\.dat has other bytes .* folder of its own"):
+            offload_weight(other, "weight", tmp_path)
+    assert (tmp_path / "weight.dat").stat() == stamp
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "weight.dat"]
+
+
+def test_names_that_share_a_tensor_now_do_not_replace_another_file(tmp_path):
+    offload_state_dict(tmp_path, {"a": torch.ones(4), "b": torch.zeros(4)})
+    shared = torch.ones(4)
+    with pytest.raises(CheckpointMismatchError, match=r"b\.dat has other bytes"):
+        offload_state_dict(tmp_path, {"a": shared, "b": shared})
+    assert load_offloaded_weight(tmp_path / "b.dat", {"dtype": "float32", "shape": [4]}).tolist() == [0] * 4

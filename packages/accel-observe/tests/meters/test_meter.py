@@ -119,10 +119,16 @@ def test_a_save_is_not_computing(tmp_path: Path) -> None:
     assert meter.clock.read()["save"] > 0
 
 
-def test_a_loss_that_is_no_number_is_placed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+LATE = pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+"""On an accelerator a meter looks at a loss after the next step."""
+
+
+@LATE
+def test_a_loss_that_is_no_number_is_placed(late: bool, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(24, bad=13), batch_size=4))
     meter = accelerator.meter()
+    meter._late = late
     for batch in meter.watch(loader):
         model.zero_grad()
         loss = model(batch).square().mean()
@@ -159,8 +165,9 @@ class TwoWays(nn.Module):
 
 @pytest.mark.parametrize("when", ["before-zero-grad", "after-zero-grad"])
 @pytest.mark.parametrize("accumulate", [1, 2])
+@LATE
 def test_a_spike_names_parameters_step_and_samples(
-    when: str, accumulate: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    late: bool, when: str, accumulate: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, project_dir=tmp_path)
     accelerator.init_trackers("p")
@@ -171,6 +178,7 @@ def test_a_spike_names_parameters_step_and_samples(
         net, torch.optim.SGD(net.parameters(), lr=0.0), DataLoader(Spiking(), batch_size=2 // accumulate)
     )
     meter = accelerator.meter(every=10)
+    meter._late = late
     total = torch.zeros(())
     for batch in meter.watch(loader):
         with accelerator.accumulate(model):
@@ -389,6 +397,34 @@ def test_norms_of_halves_are_sums_in_fp32_without_copies() -> None:
     torch.testing.assert_close(torch.stack(list(found)), torch.stack([one.float().norm() for one in tensors]))
     (double,) = norms([torch.full((4,), 1e30, dtype=torch.float64)])
     assert double.item() == pytest.approx(2e30)
+
+
+def test_a_late_loss_is_told_after_the_next_step_or_with_the_loops_end() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(nn.Linear(4, 1), DataLoader(Slow(12, bad=5), batch_size=2))
+    meter = accelerator.meter()
+    meter._late = True
+    told = []
+    for batch in meter.watch(loader):
+        meter.step(model(batch).square().mean())
+        told.append(len(meter.troubles))
+    assert told == [0, 0, 0, 1, 1, 1]
+    assert [(one.step, one.samples) for one in meter.troubles] == [(3, (4, 6))]
+    meter.step(torch.tensor(math.inf))
+    assert len(meter.troubles) == 1
+    meter.close()
+    assert [one.step for one in meter.troubles] == [3, 7]
+
+
+def test_the_peak_of_memory_is_read_and_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_observe.meters.meter import device_memory
+
+    def reset(device: torch.device) -> None:
+        raise AssertionError("a peak that the user measures would be lost")
+
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
+    assert device_memory(torch.device("meta")) == 7
 
 
 def test_memory_that_torch_does_not_observe_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "zero 2 in bf16": {"deepspeed_plugin": {"zero_stage": 2}, "mixed_precision": "bf16"},
     "zero 1, clipped": {"deepspeed_plugin": {"zero_stage": 1, "gradient_clipping": 0.01}},
     "fsdp": {"strategy": "fsdp"},
+    "fsdp, looked at late": {"strategy": "fsdp"},
     "ddp": {"strategy": "ddp"},
 }
 WIDTH, STEPS, EVERY = 7, 21, 3
@@ -45,6 +46,7 @@ def test_a_bad_loss_names_the_parameter_whichever_rank_holds_it(rank: int, run: 
     net = TwoWays()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-4))
     meter = accelerator.meter(every=EVERY)
+    meter._late = run.endswith("late")
     for step in range(STEPS):
         total = torch.zeros(())
         for part in range(2):

@@ -22,7 +22,7 @@ sizes = st.sampled_from([1, 1, 2, 3])
 
 @st.composite
 def configs(draw):
-    chosen = {f"{axis}_size": draw(sizes) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")}
+    chosen = {f"{axis}_size": draw(sizes) for axis in ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")}
     if chosen["cp_size"] > 1:
         chosen["sp_size"] = 1
     if chosen["tp_size"] > 1 or chosen["cp_size"] > 1:
@@ -58,7 +58,7 @@ def test_peers_of_one_sample_share_a_shard_and_all_shards_are_read(config):
     groups = {}
     for rank, shard in enumerate(shards):
         place = config.coordinates(rank)
-        groups.setdefault((place["dp_replicate"], place["dp_shard"]), []).append(shard)
+        groups.setdefault((place["dp_replicate"], place["dp_shard"], place["ep"]), []).append(shard)
     assert all(len(peers) == config.non_data_parallel_size and len(set(peers)) == 1 for peers in groups.values())
 
 
@@ -87,6 +87,14 @@ def test_deepspeed_sequence_parallelism_leaves_the_rest_to_replicate():
     config = ParallelismConfig(sp_size=2)
     assert [config.data_shard(Topology.on_one_node(rank, 4)).index for rank in range(4)] == [0, 0, 1, 1]
     assert config.build_device_mesh("cpu") is None
+
+
+def test_expert_parallel_ranks_read_different_samples():
+    config = ParallelismConfig(ep_size=2, dp_shard_size=2, dp_replicate_size=2)
+    assert [config.data_shard(Topology.on_one_node(rank, 8)).index for rank in range(8)] == list(range(8))
+    assert config.dp_dim_names == ["dp_replicate", "dp_shard", "ep"]
+    assert config._get_mesh() == (("dp_replicate", "dp_shard", "ep"), (2, 2, 2))
+    assert (config.ep_enabled, config.non_dp_dim_names) == (True, [])
 
 
 def test_a_product_that_does_not_match_is_refused():

@@ -13,6 +13,14 @@ from accel_testing import RankPool
 from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, with_exact_loss
 
 STEPS = 3
+LAYOUTS = {
+    "single": (),
+    "fsdp": ("dp_shard",),
+    "pp": ("pp",),
+    "pp x tp": ("pp", "tp"),
+    "pp x dp_shard": ("pp", "dp_shard"),
+}
+"""Axes of two ranks each."""
 
 
 def gpt2() -> Any:
@@ -25,16 +33,17 @@ def batches(first: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens, "labels": tokens} for tokens in drawn[first:]]
 
 
-def accelerator_of(stages: int, **options: Any) -> Accelerator:
-    if stages == 1:
+def accelerator_of(layout: str, **options: Any) -> Accelerator:
+    degrees = {f"{axis}_size": 2 for axis in LAYOUTS[layout]}
+    if not degrees:
         return Accelerator(cpu=True, **options)
-    degrees = ParallelismConfig(pp_size=stages)
-    return Accelerator(cpu=True, parallelism_config=degrees, strategy=PipelineParallelConfig(), **options)
+    strategy = PipelineParallelConfig() if "pp" in LAYOUTS[layout] else "fsdp"
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees), strategy=strategy, **options)
 
 
-def run(stages: int, steps: int, load: str | None, save: str | None, accumulated: int = 1) -> dict[str, Any]:
+def run(layout: str, steps: int, load: str | None, save: str | None, accumulated: int = 1) -> dict[str, Any]:
     """Trains from a checkpoint or from the beginning, and returns the losses and the full state."""
-    accelerator = accelerator_of(stages, gradient_accumulation_steps=accumulated)
+    accelerator = accelerator_of(layout, gradient_accumulation_steps=accumulated)
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
@@ -55,19 +64,36 @@ def run(stages: int, steps: int, load: str | None, save: str | None, accumulated
     if save is not None:
         accelerator.save_state(save)
     state = accelerator.get_state_dict(model)
+    assert accelerator.is_main_process or not state or layout == "single"
     accelerator.end_training()
     return {"losses": losses, "state": state}
 
 
-@pytest.mark.parametrize("accumulated", [1, 2], ids=["between windows", "inside a window"])
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
-def test_training_goes_on_with_other_stages(
-    rank_pool: RankPool, tmp_path: Any, before: int, after: int, accumulated: int
+CHANGES = [
+    ("pp", "single", 2),
+    ("single", "pp", 1),
+    ("pp x tp", "pp x dp_shard", 2),
+    pytest.param("pp", "single", 1, marks=pytest.mark.slow),
+    pytest.param("single", "pp", 2, marks=pytest.mark.slow),
+    pytest.param("pp", "pp", 1, marks=pytest.mark.slow),
+    pytest.param("pp", "pp", 2, marks=pytest.mark.slow),
+    pytest.param("pp x dp_shard", "pp x tp", 2, marks=pytest.mark.slow),
+    pytest.param("pp x dp_shard", "single", 1, marks=pytest.mark.slow),
+    pytest.param("single", "pp x tp", 2, marks=pytest.mark.slow),
+    pytest.param("fsdp", "pp x dp_shard", 1, marks=pytest.mark.slow),
+    pytest.param("pp x tp", "fsdp", 1, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "accumulated"), CHANGES)
+def test_training_goes_on_in_another_layout(
+    rank_pool: RankPool, tmp_path: Any, before: str, after: str, accumulated: int
 ) -> None:
-    expected = rank_pool.run(run, 1, 2 * STEPS, None, None, accumulated, ranks=1)[0]
+    """With two batches in an accumulation window the checkpoint is written inside one. All ranks read the same data."""
+    expected = rank_pool.run(run, "single", 2 * STEPS, None, None, accumulated, ranks=1)[0]
     folder = str(tmp_path / "saved")
-    rank_pool.run(run, before, STEPS, None, folder, accumulated, ranks=before)
-    found = rank_pool.run(run, after, STEPS, folder, None, accumulated, ranks=after)
+    rank_pool.run(run, before, STEPS, None, folder, accumulated, ranks=2 ** len(LAYOUTS[before]))
+    found = rank_pool.run(run, after, STEPS, folder, None, accumulated, ranks=2 ** len(LAYOUTS[after]))
     for one in found:
         assert one["losses"] == pytest.approx(expected["losses"][STEPS:], rel=1e-10)
     assert found[0]["state"].keys() == expected["state"].keys()
@@ -75,16 +101,17 @@ def test_training_goes_on_with_other_stages(
         torch.testing.assert_close(found[0]["state"][name], value, rtol=1e-9, atol=1e-12)
 
 
-def export(folder: str) -> None:
-    accelerator = accelerator_of(2)
+def export(layout: str, folder: str) -> None:
+    accelerator = accelerator_of(layout)
     accelerator.save_model(accelerator.prepare(gpt2()), folder)
     accelerator.end_training()
 
 
-def test_an_exported_model_has_all_stages(rank_pool: RankPool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("layout", ["pp", pytest.param("pp x tp", marks=pytest.mark.slow)])
+def test_an_exported_model_has_all_stages(rank_pool: RankPool, tmp_path: Any, layout: str) -> None:
     from safetensors.torch import load_file
 
-    rank_pool.run(export, str(tmp_path), ranks=2)
+    rank_pool.run(export, layout, str(tmp_path), ranks=2 ** len(LAYOUTS[layout]))
     found = load_file(tmp_path / "model.safetensors")
     model = gpt2()
     missing, unknown = model.load_state_dict(found, strict=False)

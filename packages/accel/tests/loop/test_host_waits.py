@@ -1,73 +1,19 @@
 """Calls on the path of a step that would wait for a device: none in accel's own code."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import accel
 from accel import Accelerator
 from accel_observe.tracking.reductions import reduced
 
-SOURCES = str(Path(accel.__file__).parents[3])
-WAITING = {
-    *(torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__),
-    *(torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.nonzero),
-}
-FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
-PASSED_ON = ("torch/overrides.py", "torch/utils/_python_dispatch.py", "torch/_tensor.py")
+from . import host_waits
+from .host_waits import waits
+
 Loop = Callable[[Accelerator, Any, Any, Any, torch.Tensor], None]
-
-
-def place_in_accel() -> str:
-    """The line of accel that called torch; empty if the caller is not accel, but torch's optimizers, for example."""
-    frame: Any = sys._getframe(2)
-    while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.endswith(PASSED_ON):
-        frame = frame.f_back
-    file = frame.f_code.co_filename
-    return f"{file}:{frame.f_lineno}" if file.startswith(SOURCES) and "/src/" in file else ""
-
-
-class Waits(TorchFunctionMode):
-    """Lists the lines of accel that read a tensor, or copy numbers of the host to a tensor's device."""
-
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args[0] if args else None
-        waits = function in WAITING or (function in FROM_HOST and not isinstance(given, torch.Tensor))
-        if waits and (place := place_in_accel()):
-            self.found.append(f"{place}: {getattr(function, '__name__', function)}")
-        return function(*args, **(kwargs or {}))
-
-
-class Reads(TorchDispatchMode):
-    """Lists the lines of accel from which an operator reads a number of a tensor."""
-
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default and (place := place_in_accel()):
-            self.found.append(f"{place}: {function}")
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def waits() -> Iterator[list[str]]:
-    found: list[str] = []
-    with Reads(found), Waits(found):
-        yield found
 
 
 def step(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, rows: torch.Tensor, **how: Any) -> None:
@@ -126,7 +72,7 @@ def test_a_step_waits_for_no_device(rank: int, loop: Loop, options: dict[str, An
 
 
 def test_calls_that_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "place_in_accel", lambda: "a.py:1")
+    monkeypatch.setattr(host_waits, "place_in_accel", lambda: "a.py:1")
     one = torch.ones(1)
     with waits() as found:
         one.item(), bool(one), float(one), one.cpu(), one.tolist(), torch.tensor(1.0), torch.as_tensor(2)

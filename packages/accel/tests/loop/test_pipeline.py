@@ -8,7 +8,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def assert_trains_as_one_process(name, degrees, config, *, accumulated=1, clip=None):
-    replicas = degrees.get("dp_replicate_size", 1)
+    replicas = degrees.get("dp_replicate_size", 1) * degrees.get("dp_shard_size", 1)
     expected, _, losses = train_plainly(name, accumulated=accumulated * replicas, clip=clip)
     accelerator = accelerator_of(degrees, config, gradient_accumulation_steps=accumulated)
     model = MODELS[name]().double()
@@ -46,6 +46,31 @@ def test_accumulation_and_clipping(rank):
 @pytest.mark.ranks(4)
 def test_replicas_of_a_pipeline(rank):
     assert_trains_as_one_process("gpt2", {"pp_size": 2, "dp_replicate_size": 2}, {}, clip=0.5)
+
+
+PRODUCTS = [
+    ("llama tied", {"pp_size": 2, "tp_size": 2}, {}),
+    ("gpt2", {"pp_size": 2, "dp_shard_size": 2}, {}),
+    ("gpt2", {"pp_size": 2, "tp_size": 2}, {"schedule": "zero_bubble_v", "num_microbatches": 4}),
+    ("llama tied", {"pp_size": 2, "dp_shard_size": 2}, {"schedule": "interleaved", "num_microbatches": 4}),
+    ("llama", {"pp_size": 2, "dp_shard_size": 2}, {"schedule": "interleaved_zero_bubble", "num_microbatches": 4}),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("name", "degrees", "config"),
+    [*PRODUCTS[:2], *(pytest.param(*one, marks=pytest.mark.slow) for one in PRODUCTS[2:])],
+)
+def test_sharded_stages(rank, name, degrees, config):
+    assert_trains_as_one_process(name, degrees, config, accumulated=2, clip=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("data", ["dp_shard_size", "dp_replicate_size"])
+def test_stages_sharded_over_two_axes(rank, data):
+    assert_trains_as_one_process("llama tied", {"pp_size": 2, "tp_size": 2, data: 2}, {}, accumulated=2, clip=0.5)
 
 
 @pytest.mark.ranks(2)

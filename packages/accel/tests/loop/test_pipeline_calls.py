@@ -84,9 +84,7 @@ def test_a_loss_of_the_user_trains(rank):
     accelerator.end_training()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains_as_in_one_process(rank, precision):
+def assert_trains_nearly_as_one_process(precision, degrees):
     """Nearly, because losses of micro-batches are rounded on their own."""
     batches = [batch_of(4)] * 12
     plain = llama()
@@ -101,7 +99,7 @@ def test_mixed_precision_trains_as_in_one_process(rank, precision):
         expected.append(float(loss.detach()))
     assert expected[-1] < 0.6 * expected[0]
 
-    accelerator = accelerator_of({"pp_size": 2}, {}, mixed_precision=precision)
+    accelerator = accelerator_of(degrees, {}, mixed_precision=precision)
     model = llama()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     found = []
@@ -115,6 +113,20 @@ def test_mixed_precision_trains_as_in_one_process(rank, precision):
     assert found == pytest.approx(expected, rel=0.02)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_as_in_one_process(rank, precision):
+    assert_trains_nearly_as_one_process(precision, {"pp_size": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("axis", ["tp_size", "dp_shard_size"])
+def test_mixed_precision_with_sharded_stages(rank, precision, axis):
+    assert_trains_nearly_as_one_process(precision, {"pp_size": 2, axis: 2})
 
 
 @pytest.mark.ranks(2)
@@ -161,6 +173,9 @@ def test_models_that_cannot_be_split_are_refused(rank):
         accelerator.prepare(torch.nn.Linear(2, 2))
     with pytest.raises(PrepareError, match="1 blocks do not make 2 pipeline stages; nearest: 1 stages"):
         accelerator.prepare(llama(blocks=1))
+    model = llama()
+    with pytest.raises(PrepareError, match=r"LBFGS computes its steps from all parameters, .*; nearest: AdamW"):
+        accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
     accelerator.end_training()
     with pytest.raises(ConfigError, match="no pipeline schedule '2f2b'"):
         accelerator_of({"pp_size": 2}, {"schedule": "2f2b"})
@@ -189,6 +204,15 @@ def test_the_degree_selects_the_backend_and_explain_describes_it(rank):
 
 
 @pytest.mark.ranks(2)
+def test_tied_weights_of_all_models_have_one_group(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {})
+    groups = [accelerator.prepare(llama(tie=True)).tied.group for _ in range(2)]
+    assert groups[0] is groups[1]
+    accelerator.end_training()
+    assert groups[0] not in torch.distributed.distributed_c10d._world.pg_map
+
+
+@pytest.mark.ranks(2)
 def test_weights_of_losses_count(rank):
     accelerator = accelerator_of({"pp_size": 2}, {}, gradient_accumulation_steps=2)
     model, expected = gpt2().double(), gpt2().double()
@@ -202,6 +226,29 @@ def test_weights_of_losses_count(rank):
     wanted = dict(expected.named_parameters())
     assert max(distance(found[name], one.grad) for name, one in wanted.items()) <= 1e-10
     optimizer.step()
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_generation_is_that_of_one_process(rank):
+    """Prompts of several lengths; one sequence ends early."""
+    accelerator, model = prepared(num_microbatches=2)
+    plain = llama().double().eval()
+    prompts = torch.tensor([[0, 0, 5, 9], [0, 7, 8, 3], [11, 12, 13, 14]])
+    mask = (prompts != 0).long()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    free = plain.generate(prompts, attention_mask=mask, eos_token_id=None, **options)
+    ended = int(free[1, 5])
+    model.eval()
+    for end in (None, ended):
+        expected = plain.generate(prompts, attention_mask=mask, eos_token_id=end, **options)
+        assert model.generate(prompts, mask, eos_token_id=end, **options).equal(expected)
+    with pytest.raises(BackendError, match=r"generate\(do_sample=True\) .* greedily .*; nearest: do_sample=False"):
+        model.generate(prompts, max_new_tokens=2, do_sample=True)
+    with pytest.raises(BackendError, match=r"generate\(temperature=2.0\) .*; nearest: leave it out"):
+        model.generate(prompts, max_new_tokens=2, temperature=2.0)
+    with pytest.raises(BackendError, match=r"generate\(max_new_tokens=None\) .* at least 1"):
+        model.generate(prompts)
     accelerator.end_training()
 
 

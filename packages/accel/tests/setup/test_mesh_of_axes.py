@@ -1,4 +1,4 @@
-"""Degrees of tensor and context parallelism: an unchanged loop trains as one process does, and checkpoints reshard."""
+"""Degrees of tensor, context and expert parallelism: a loop trains as in one process, and checkpoints reshard."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from accel import Accelerator
 from accel.utils import TorchContextParallelConfig, TorchTensorParallelConfig
 from accel_state import ParallelismConfig, PrepareError
 from accel_testing import RankPool
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, with_exact_loss
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, tiny_mixtral, with_exact_loss
 from accel_testing.equivalence.compare import assert_close_state
 
 LENGTH, GLOBAL_BATCH, STEPS = 16, 8, 3
@@ -24,6 +24,14 @@ Degrees = Mapping[str, Any]
 def llama(*, tied: bool = False) -> nn.Module:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     return with_exact_loss(tiny_llama(**heads, tie_word_embeddings=tied, use_cache=False).double())
+
+
+def mixtral() -> nn.Module:
+    return with_exact_loss(tiny_mixtral(use_cache=False).double())
+
+
+def model_of(degrees: Degrees, *, tied: bool = False) -> nn.Module:
+    return mixtral() if "ep_size" in degrees else llama(tied=tied)
 
 
 def samples() -> list[torch.Tensor]:
@@ -44,7 +52,7 @@ def train(degrees: Degrees, *, accumulate: int = 2, tied: bool = False) -> dict[
     """A user's loop, which knows nothing of the axes; two micro-batches a step, clipped."""
     parallelism = ParallelismConfig(**degrees) if degrees else None
     accelerator = Accelerator(cpu=True, parallelism_config=parallelism, gradient_accumulation_steps=accumulate)
-    model = llama(tied=tied)
+    model = model_of(degrees, tied=tied)
     if accelerator.process_index:  # prepare has to give every rank the values of rank 0
         for parameter in model.parameters():
             parameter.data.add_(accelerator.process_index)
@@ -122,6 +130,59 @@ def test_an_unchanged_loop_trains_as_one_process(
             assert f"{axis}=2" in found[0]["explained"]
 
 
+EXPERTS: dict[str, Degrees] = {
+    "one process": {"ep_size": 1},
+    "ep2": {"ep_size": 2},
+    "ep2 fsdp2": {"ep_size": 2, "dp_shard_size": 2},
+    "ep2 replicas2": {"ep_size": 2, "dp_replicate_size": 2},
+    "fsdp2": {"ep_size": 1, "dp_shard_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def expected_of_experts(rank_pool: RankPool) -> dict[str, Any]:
+    found: dict[str, Any] = rank_pool.run(train, EXPERTS["one process"], ranks=1)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shape"),
+    [
+        ("ep2 fsdp2", (1, 96, 32)),
+        pytest.param("ep2", (2, 96, 32), marks=pytest.mark.slow),
+        pytest.param("ep2 replicas2", (2, 96, 32), marks=pytest.mark.slow),
+    ],
+)
+def test_divided_experts_train_as_one_process(
+    rank_pool: RankPool, expected_of_experts: dict[str, Any], degrees: str, shape: tuple[int, ...]
+) -> None:
+    ranks = ParallelismConfig(**EXPERTS[degrees]).total_size
+    found = rank_pool.run(train, EXPERTS[degrees], ranks=ranks)[0]
+    assert_same(found, expected_of_experts)
+    assert found["backend"] == "fsdp"
+    assert "ep=2" in found["explained"]
+    assert found["local"]["model.layers.0.mlp.experts.gate_up_proj"] == shape
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ep2", "one process"),
+        ("ep2 fsdp2", "ep2"),
+        pytest.param("ep2", "ep2", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "ep2 fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_divided_experts_resume_in_mid_window_at_other_degrees(
+    rank_pool: RankPool, expected_of_experts: dict[str, Any], tmp_path: Path, first: str, second: str
+) -> None:
+    folder = str(tmp_path / "state")
+    before, after = EXPERTS[first], EXPERTS[second]
+    rank_pool.run(stop_in_mid_window, before, folder, ranks=ParallelismConfig(**before).total_size)
+    found = rank_pool.run(resume, after, folder, ranks=ParallelismConfig(**after).total_size)[0]
+    assert_close_state(found, expected_of_experts["state"], rtol=0, atol=1e-10)
+
+
 def test_a_layer_is_sharded_over_both_axes(rank_pool: RankPool) -> None:
     found = rank_pool.run(train, LAYOUTS["tp2 fsdp2"], tied=True, ranks=4)[0]
     assert found["local"]["model.layers.0.self_attn.q_proj.weight"] == (8, 32)
@@ -163,7 +224,7 @@ def part(degrees: Degrees, micro_batches: slice, *, load: str = "", save: str = 
     """Part of the same training, with micro-batches taken by hand so that it may end within a window."""
     parallelism = ParallelismConfig(**degrees) if degrees else None
     accelerator = Accelerator(cpu=True, parallelism_config=parallelism, gradient_accumulation_steps=2)
-    model = llama()
+    model = model_of(degrees)
     optimizer = optimizer_of(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -245,6 +306,8 @@ def odd_heads() -> nn.Module:
     [
         ({"cp_size": 2}, odd_heads, "computes attention by 'eager'.*nearest: attn_implementation=\"sdpa\""),
         ({"cp_size": 2}, lambda: nn.Linear(2, 2), "Linear is no transformers model"),
+        ({"ep_size": 2}, llama, "LlamaForCausalLM has no module of experts.*nearest: ep_size=1"),
+        ({"ep_size": 3}, mixtral, "model.layers.0.mlp.experts has 4 experts, which 3 .*nearest: 2 ranks"),
         (
             {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan={"wrong": "colwise"})},
             lambda: nn.Sequential(nn.Linear(2, 2)),
@@ -261,7 +324,7 @@ def test_models_that_an_axis_cannot_compute_are_refused_at_prepare(
     rank_pool: RankPool, degrees: Degrees, make: Any, message: str
 ) -> None:
     with pytest.raises(PrepareError, match=message):
-        rank_pool.run(prepare, degrees, make, ranks=2)
+        rank_pool.run(prepare, degrees, make, ranks=ParallelismConfig(**degrees).total_size)
 
 
 def dropped_places(degrees: Degrees) -> dict[str, Any]:

@@ -34,6 +34,24 @@ def tiny_gpt2(**options: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**{**sizes, **dropouts, **options}))
 
 
+def tiny_mixtral(**options: Any) -> nn.Module:
+    """Mixtral of two blocks, four experts and two choices; ``options`` are those of ``MixtralConfig``."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "experts_implementation": "eager",  # the default has no kernel for float64
+    }
+    return MixtralForCausalLM(MixtralConfig(**{**sizes, **options}))
+
+
 def with_exact_loss(model: Any) -> nn.Module:
     """The model with :func:`next_token_loss` as its loss, where transformers computes losses in float32."""
     model.loss_function = next_token_loss

@@ -9,7 +9,7 @@ from typing import final
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 #: Sizes of the other mesh axes, as ``ParallelismConfig`` names them (without ``_size``).
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+DEGREES = ("dp_replicate", "dp_shard", "ep", "tp", "cp", "sp", "pp")
 _FLAGS = ("weighted", "short")
 _ONE_PROCESS = ("xla",)
 _EXAMPLE = (
@@ -20,8 +20,10 @@ _HYBRID = re.compile(r"hsdp:(\d+)x(\d+)")
 #: DeepSpeed's ZeRO with its stage: ``ds3:2``.
 _ZERO = re.compile(r"ds([0-3])((?::\d+)?)")
 #: A model axis with its degree: ``tp:2``. Ranks are the product of all degrees of the layout.
-_MODEL_AXIS = re.compile(r"(tp|cp|pp):([1-9]\d*)")
-_SERVED_BY = {"tp": "fsdp", "cp": "fsdp", "pp": "pipeline"}
+_MODEL_AXIS = re.compile(r"(tp|cp|pp|ep):([1-9]\d*)")
+#: A further degree of such a layout in the same form: ``pp:2/tp:2`` is ``pp:2/tp=2``.
+_DEGREE = re.compile(rf"^({'|'.join(DEGREES)}):([1-9]\d*)$")
+_SERVED_BY = {"tp": "fsdp", "cp": "fsdp", "ep": "fsdp", "pp": "pipeline"}
 
 
 @final
@@ -132,8 +134,9 @@ def _spelt_out(text: str) -> list[str]:
     if zero := _ZERO.fullmatch(head):
         return [f"deepspeed{zero[2]}", f"zero_stage={zero[1]}", *words]
     if axis := _MODEL_AXIS.fullmatch(head):
-        words = [f"{axis[1]}={axis[2]}", *words]
-        return [f"{_SERVED_BY[axis[1]]}:{_product_of_degrees(words)}", *words]
+        words = [f"{axis[1]}={axis[2]}", *(_DEGREE.sub(r"\1=\2", word) for word in words)]
+        served_by = "pipeline" if any(word.startswith("pp=") for word in words) else _SERVED_BY[axis[1]]
+        return [f"{served_by}:{_product_of_degrees(words)}", *words]
     return [head, *words]
 
 

@@ -49,7 +49,7 @@ from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
-from accel_backends.ops.dtensor import is_dtensor, sharded_like
+from accel_backends.ops.dtensor import is_dtensor, loop_over_meshes, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
@@ -87,7 +87,8 @@ class FSDPBackend(ModuleBackend):
         self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
         check_torch(self._options)
         self._spread = ShardingMesh(self.session, self._options, run.parallelism)
-        self._axes = ModelAxes(run, self._spread.axis)
+        shards = self._spread.degrees[1] // self._spread.expert_size
+        self._axes = ModelAxes(run, self._spread.axis, shards=shards)
         self._source_filled = True
         self._all_filled = True
         self._dropping = False
@@ -137,11 +138,7 @@ class FSDPBackend(ModuleBackend):
             check_on_shards(tried, self._spread.mesh, offload=bool(config.cpu_offload))
         bound = super().bind(bundle)
         for optimizer in bundle.optimizers:
-            for group in optimizer.param_groups:
-                meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in group["params"]}
-                for loop in ("foreach", "fused") if len(meshes) > 1 else ():
-                    if loop in group:  # torch's foreach loops and fused steps take tensors of one mesh
-                        group[loop] = False
+            loop_over_meshes(optimizer)
         return bound
 
     @property
@@ -289,7 +286,7 @@ class FSDPBackend(ModuleBackend):
     # Helpers of the above
 
     def _units(self, model: nn.Module) -> Units:
-        return units_of(model, self.policy, self._options)
+        return units_of(model, self.policy, self._options, experts=self._axes.experts(innermost(model)))
 
     def _splitting(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
         """Returns, by id, the parameters that will be sharded or are sharded already."""
@@ -310,6 +307,7 @@ class FSDPBackend(ModuleBackend):
             group=self.session.group,
             source_filled=self._source_filled,
             all_filled=self._all_filled,
+            expert_mesh=self._spread.experts if self._spread.expert_size > 1 else None,
         )
 
     def _synchronising(self, model: nn.Module, *, enable: bool) -> AbstractContextManager[Any]:

@@ -31,6 +31,8 @@ from accel_state.parallelism.config import ParallelismConfig
 from accel_state.topology import Topology
 
 PREFIX = "FSDP_"
+MODEL_AXES = ("ep", "cp", "tp")
+"""Axes that are applied to a model before it is sharded, outermost first."""
 _KEEPS = (ShardingLevel.SHARD_GRAD_OP, ShardingLevel.NO_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
 _HYBRID = (ShardingLevel.HYBRID_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
 
@@ -115,7 +117,7 @@ class FSDPConfig(BackendConfig):
     pin_memory: bool | None = None
     find_unused_parameters: bool = False
 
-    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "tp", "cp"})
+    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "ep", "tp", "cp"})
 
     @property
     def backend(self) -> str:  # type: ignore[override]
@@ -142,7 +144,7 @@ class FSDPConfig(BackendConfig):
         if facts.plan is not None:
             return BackendConfig.resolve(config, facts)
         given = facts.parallelism
-        beside = given.size("tp") * given.size("cp")
+        beside = prod(given.size(axis) for axis in MODEL_AXES)
         if beside > 1:
             config._check_beside(given)
             given.fitted(facts.topology.world_size)
@@ -151,14 +153,19 @@ class FSDPConfig(BackendConfig):
         return Resolution(config, degrees)
 
     def data_degrees(self, topology: Topology, beside: int = 1) -> tuple[int, int]:
-        """Returns the number of replicas and their shard degree, where ``beside`` ranks compute on the same samples."""
+        """Returns the number of replicas and their shard degree; ``beside``: product of the degrees of other axes."""
         return self.degrees(topology.world_size // beside, max(1, topology.local_world_size // beside))
 
     def _check_beside(self, parallelism: ParallelismConfig) -> None:
-        """Refuses options that the axes of tensor and context parallelism exclude."""
-        sizes = ", ".join(
-            f"{axis}_size={parallelism.size(axis)}" for axis in ("tp", "cp") if parallelism.size(axis) > 1
-        )
+        """Refuses options that the axes of a model exclude, and axes that exclude each other."""
+        active = {axis: parallelism.size(axis) for axis in MODEL_AXES if parallelism.size(axis) > 1}
+        sizes = ", ".join(f"{axis}_size={size}" for axis, size in active.items())
+        if "ep" in active and len(active) > 1:
+            ranks = prod(active.values())
+            raise ConfigError(
+                f"{sizes}: expert parallelism goes with data parallelism only; nearest: ep_size={active['ep']} with "
+                f"dp_shard_size={ranks // active['ep']}, or ep_size=1"
+            )
         if self.fsdp_version == 1:
             raise ConfigError(f"{sizes}: fsdp_version=1 flattens parameters, which have no axes then; use version 2")
         if self.cpu_ram_efficient_loading:

@@ -9,7 +9,7 @@ import torch
 
 from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.ops.dtensor import is_dtensor
+from accel_backends.ops.dtensor import over_axes
 from accel_backends.parallel.axes import ModelAxes
 from accel_backends.roles.layout import ReplicatedLayout
 from accel_state.parallelism.config import ParallelismConfig
@@ -25,9 +25,11 @@ class ShardingMesh:
     """Mesh of replicas times shards over a session's ranks, with a tensor-parallel axis within; created on first use.
 
     Attributes:
-        degrees: number of replicas, and shard degree of each: data-parallel and context-parallel ranks together.
+        degrees: number of replicas, and shard degree of each: data-parallel, expert-parallel and context-parallel
+            ranks together.
         tensor_size: number of tensor-parallel ranks.
         context_size: number of context-parallel ranks.
+        expert_size: number of expert-parallel ranks.
     """
 
     def __init__(
@@ -45,13 +47,16 @@ class ShardingMesh:
         """
         self.tensor_size = 1 if parallelism is None else parallelism.size("tp")
         self.context_size = 1 if parallelism is None else parallelism.size("cp")
-        replicas, shards = config.data_degrees(session.topology, self.tensor_size * self.context_size)
-        self.degrees = replicas, shards * self.context_size
+        self.expert_size = 1 if parallelism is None else parallelism.size("ep")
+        beside = self.tensor_size * self.context_size * self.expert_size
+        replicas, shards = config.data_degrees(session.topology, beside)
+        self.degrees = replicas, shards * self.context_size * self.expert_size
         self._session = session
         self._flat = flat
         self._mesh: DeviceMesh | None = None
         self._axes: dict[str, DeviceMesh] = {}
         self._every: DeviceMesh | None = None
+        self._divided: DeviceMesh | None = None
         self._owns_group = False
 
     @property
@@ -64,10 +69,7 @@ class ShardingMesh:
             from torch.distributed.device_mesh import init_device_mesh
 
             self._ensure_group()
-            names: tuple[str, ...] = ("dp_replicate", "dp_shard")
-            shape: tuple[int, ...] = self.degrees
-            if self.degrees[0] == 1 or (self._flat and self.degrees[1] == 1):
-                shape, names = (prod(self.degrees),), names[1:]
+            names, shape = self._data_axes(self.degrees[1])
             device = self._session.device.type
             if self.tensor_size == 1:
                 self._mesh = init_device_mesh(device, shape, mesh_dim_names=names)
@@ -77,10 +79,12 @@ class ShardingMesh:
         return self._mesh
 
     def axis(self, name: str) -> "DeviceMesh":
-        """Mesh of one axis, "tp" or "cp".
+        """Mesh of one axis, "tp", "cp" or "ep".
 
         Collective: every rank of the group must call this. That holds for the first call with a name.
         """
+        if name == "ep":
+            return self._with_experts()[1]
         if name == "tp":
             _ = self.mesh  # whose first read makes this axis, too
         if name not in self._axes:
@@ -92,27 +96,24 @@ class ShardingMesh:
             self._axes[name] = every[name]
         return self._axes[name]
 
+    @property
+    def experts(self) -> "DeviceMesh":
+        """Mesh over which each expert-parallel rank's experts are sharded, as ``mesh`` is of everything else.
+
+        Collective: every rank of the group must call this. That holds for the first read.
+        """
+        return self._with_experts()[0]
+
     def over_all_ranks(self, value: Any) -> Any:
         """The same DTensor over all axes, a replica on each tensor-parallel rank, if it is over data-parallel ones.
 
         Shares its memory. Other values are returned unchanged.
         """
-        if self._every is None or not is_dtensor(value) or value.device_mesh.ndim != self._every.ndim - 1:
-            return value
-        from torch.distributed.tensor import DTensor, Replicate
-
-        return DTensor.from_local(
-            value.detach().to_local(),
-            self._every,
-            [*value.placements, Replicate()],
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        return value if self._every is None else over_axes(value, self._every)
 
     def close(self) -> None:
         """Drops the mesh, and destroys the process group of a single process."""
-        self._mesh = self._every = None
+        self._mesh = self._every = self._divided = None
         self._axes.clear()
         if self._owns_group:
             import torch.distributed as dist
@@ -120,6 +121,24 @@ class ShardingMesh:
             self._owns_group = False
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+    def _data_axes(self, shards: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names and sizes of the data-parallel axes, where each replica has so many shards."""
+        replicas = self.degrees[0]
+        if replicas == 1 or (self._flat and shards == 1):
+            return ("dp_shard",), (replicas * shards,)
+        return ("dp_replicate", "dp_shard"), (replicas, shards)
+
+    def _with_experts(self) -> "tuple[DeviceMesh, DeviceMesh]":
+        """Data-parallel axes without the expert-parallel one, and that one: of one mesh, as ``fully_shard`` needs."""
+        names, shape = self._data_axes(self.degrees[1] // self.expert_size)
+        if self._divided is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._ensure_group()
+            shape, every = (*shape, self.expert_size), (*names, "ep")
+            self._divided = init_device_mesh(self._session.device.type, shape, mesh_dim_names=every)
+        return self._divided[names], self._divided["ep"]
 
     def _ensure_group(self) -> None:
         """Opens a process group of one process if there is none, because torch shards over process groups only."""

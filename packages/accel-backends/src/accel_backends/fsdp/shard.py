@@ -1,6 +1,6 @@
 """Sharding of a model in place with torch's ``fully_shard``, unit by unit."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
@@ -16,6 +16,7 @@ from accel_backends.fsdp.unused_parameters import Usage
 from accel_backends.fsdp.wrap_units import Units, find_units
 from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.ops.meta_init import Made, materialise
+from accel_backends.parallel.expert_parallel import shard_placement
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
 from accel_precision.policy import PrecisionPolicy
@@ -38,6 +39,7 @@ class Sharder:
         source_filled: rank 0 has values and broadcasts them to ranks whose parameters are on the meta device; otherwise
             every rank initialises its parameters, and rank 0's are broadcast.
         all_filled: every rank has values, so the caller is responsible for those of ignored modules.
+        expert_mesh: mesh over which units of experts are sharded; None without expert parallelism.
     """
 
     config: FSDPConfig
@@ -48,6 +50,7 @@ class Sharder:
     source_filled: bool = True
     all_filled: bool = True
     made: Made = field(default_factory=dict)
+    expert_mesh: "DeviceMesh | None" = None
 
     def fill(self, modules: Iterable[nn.Module]) -> None:
         """Allocates tensors that are on the meta device, and initialises them unless rank 0 broadcasts values."""
@@ -156,9 +159,9 @@ def computes_in_halves(dtypes: dict[str, Any]) -> bool:
     return dtypes.get("param_dtype") in HALVES
 
 
-def units_of(model: nn.Module, policy: PrecisionPolicy, config: FSDPConfig) -> Units:
+def units_of(model: nn.Module, policy: PrecisionPolicy, config: FSDPConfig, *, experts: Sequence[str] = ()) -> Units:
     """Returns the units of a model under a precision, see ``wrap_units.find_units``."""
-    return find_units(model, config, halves=computes_in_halves(shard_dtypes(policy, config)))
+    return find_units(model, config, halves=computes_in_halves(shard_dtypes(policy, config)), experts=experts)
 
 
 def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
@@ -183,7 +186,8 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
         parameter.data = parameter.data.to(how.device)
     apart = ignored | set(whole)
     for name in units.inside_out:
-        _shard_unit(named[name], how, apart, wide=name in units.wide)
+        mesh = how.expert_mesh if name in units.experts else None
+        _shard_unit(named[name], how, apart, wide=name in units.wide, experts=mesh)
     _shard_unit(model, how, apart, root=True)
     left_out = [] if how.all_filled else [parameter for parameter in model.parameters() if parameter in ignored]
     how.send([*whole, *left_out, *model.buffers()])
@@ -244,7 +248,13 @@ def set_prefetch(blocks: list["FSDPModule"], model: nn.Module, config: FSDPConfi
 
 
 def _shard_unit(
-    module: nn.Module, how: Sharder, apart: set[nn.Parameter], *, root: bool = False, wide: bool = False
+    module: nn.Module,
+    how: Sharder,
+    apart: set[nn.Parameter],
+    *,
+    root: bool = False,
+    wide: bool = False,
+    experts: "DeviceMesh | None" = None,
 ) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import DTensor
@@ -255,15 +265,18 @@ def _shard_unit(
     for parameter in fresh:
         parameter.data = parameter.data.to(how.device)
         how.send([parameter.data])  # one by one, so that no buffer holds a copy of the unit
-    reshard = how.config.reshard
+    reshard, placement = how.config.reshard, None
+    if experts is not None:  # these ranks are fewer than those that a number of ``reshard_after_forward`` divides
+        reshard, placement = bool(reshard), shard_placement(experts["dp_shard"].size())
     pinned = how.device.type != "cpu" if how.config.pin_memory is None else how.config.pin_memory
     fully_shard(
         module,
-        mesh=how.mesh,
+        mesh=how.mesh if experts is None else experts,
         reshard_after_forward=None if root and reshard else reshard,
         mp_policy=MixedPrecisionPolicy(**_unit_dtypes(how.dtypes, root=root, wide=wide)),
         offload_policy=CPUOffloadPolicy(pin_memory=pinned) if how.config.cpu_offload else OffloadPolicy(),
         ignored_params=apart or None,
+        shard_placement_fn=placement,
     )
     for parameter in fresh:
         if parameter not in given:

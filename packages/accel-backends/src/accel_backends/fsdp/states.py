@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from accel_backends.fsdp.mesh import ShardingMesh
 from accel_backends.fsdp.shard import ShardedModels, rest
-from accel_backends.ops.dtensor import full_parameters, is_dtensor, placed_like
+from accel_backends.ops.dtensor import full_parameters, is_dtensor, placed_like, placed_over_axes
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.state_dicts import ONLY_PLACES, STATE, load_model_state, optimizer_names
 from accel_backends.roles.states import ReplicatedStates
@@ -36,7 +36,7 @@ class DTensorStates(ReplicatedStates):
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads DTensors, or full tensors that are equal on every rank."""
         rest(self._sharded, [model])
-        load_model_state(model, state, strict=strict, place=_placed)
+        load_model_state(model, state, strict=strict, place=placed_over_axes)
 
     def optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Returns optimizer states as DTensors, by FQN."""
@@ -59,7 +59,7 @@ class DTensorStates(ReplicatedStates):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = dict(zip(optimizer_names(optimizer, models), held, strict=True))
         values = {
-            name: {key: _placed(value, parameters.get(name)) for key, value in entries.items()}
+            name: {key: placed_over_axes(value, parameters.get(name)) for key, value in entries.items()}
             for name, entries in state[STATE].items()
         }
         super().load_optimizer(optimizer, models, {**state, STATE: values})
@@ -79,22 +79,6 @@ class DTensorStates(ReplicatedStates):
             from accel_state.collectives.tensors import broadcast
 
             broadcast(buffers, group=self.run.session.group)
-
-
-def _placed(value: Any, model: Any) -> Any:
-    """A value as the shard of ``model``: a full tensor, or a DTensor that has the same shard over more axes."""
-    if not (is_dtensor(value) and is_dtensor(model)) or value.device_mesh == model.device_mesh:
-        return placed_like(value, model)
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        value.to_local(),
-        model.device_mesh,
-        model.placements,
-        run_check=False,
-        shape=model.shape,
-        stride=model.stride(),
-    )
 
 
 def take_full_tensors(model: nn.Module) -> None:

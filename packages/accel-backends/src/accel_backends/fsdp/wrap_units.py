@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, final
@@ -27,6 +27,7 @@ class Units:
     Attributes:
         blocks: the model's repeated blocks, to which activation checkpointing applies.
         extra: modules that are units for another reason (large embeddings).
+        experts: modules of experts, which are sharded over a mesh of their own under expert parallelism.
         wide: batch normalisations, units of their own because they compute in full precision.
         ignored: modules that are not sharded, with their submodules.
         tied: modules selected by the options that are no units, because they share a parameter with modules outside.
@@ -34,6 +35,7 @@ class Units:
 
     blocks: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
@@ -41,21 +43,30 @@ class Units:
     @property
     def inside_out(self) -> list[str]:
         """All units, each after the units inside it, in the same order on all ranks: block 10 after block 9."""
-        return sorted({*self.blocks, *self.extra, *self.wide}, key=lambda name: (-name.count("."), natural(name)))
+        return sorted(
+            {*self.blocks, *self.extra, *self.experts, *self.wide}, key=lambda name: (-name.count("."), natural(name))
+        )
 
 
-def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) -> Units:
+def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False, experts: Sequence[str] = ()) -> Units:
     """Returns the units of a model by the options; pure.
 
     Args:
         halves: whether units compute in half precision, in which running statistics would drift.
+        experts: names of modules of experts that expert parallelism divides.
 
     Raises:
-        PrepareError: no module has a given class (the message lists the classes).
+        PrepareError: no module has a given class (the message lists the classes); or experts are among the ignored
+            modules.
     """
     model = innermost(model)
     modules = dict(model.named_modules())
     ignored = _ignored(modules, config)
+    if excluded := [name for name in experts if _within(name, ignored)]:
+        raise PrepareError(
+            f"ignored_modules holds {excluded[0]}, whose experts ep_size divides among ranks; nearest: leave it out "
+            "of ignored_modules, or ep_size=1"
+        )
     left_out = {module for name in ignored for module in modules[name].modules()}
     open_modules = {name: module for name, module in modules.items() if module not in left_out}
     asked = [name for name in _asked(model, open_modules, config) if name and _can_be_unit(open_modules.get(name))]
@@ -68,7 +79,8 @@ def find_units(model: nn.Module, config: FSDPConfig, *, halves: bool = False) ->
         for name, module in open_modules.items()
         if halves and name and isinstance(module, BatchNorm) and module.affine and name not in leaking
     )
-    return Units(blocks, extra, wide, ignored, tuple(name for name in asked if name in leaking))
+    tied = tuple(name for name in asked if name in leaking)
+    return Units(blocks, extra, tuple(experts), wide, ignored, tied)
 
 
 def units_by_size(model: nn.Module, least: int) -> list[str]:

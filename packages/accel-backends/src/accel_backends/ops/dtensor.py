@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_backends.ops.fqn import places
 from accel_backends.ops.state_dicts import STATE
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 def is_dtensor(tensor: object) -> bool:
     """Whether ``tensor`` is a DTensor; does not import ``torch.distributed.tensor``."""
     return isinstance(tensor, torch.Tensor) and type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
+
+
+def loop_over_meshes(optimizer: Optimizer) -> None:
+    """Makes an optimizer with parameters of several meshes step in a loop: foreach and fused steps take one mesh."""
+    for group in optimizer.param_groups:
+        meshes = {parameter.device_mesh if is_dtensor(parameter) else None for parameter in group["params"]}
+        for loop in ("foreach", "fused") if len(meshes) > 1 else ():
+            if loop in group:
+                group[loop] = False
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,6 +87,43 @@ def placed_like(value: Any, model: Any) -> Any:
     """Applies ``sharded_like`` to a state value; returns ``value`` unchanged if it or ``model`` is no tensor."""
     both = isinstance(value, torch.Tensor) and isinstance(model, torch.Tensor)
     return sharded_like(value, model) if both else value
+
+
+def over_axes(value: Any, mesh: Any) -> Any:
+    """The same DTensor over all axes of ``mesh``, a replica along those that its own mesh does not have.
+
+    Shares its memory. Other values, and DTensors with axes that ``mesh`` lacks, are returned unchanged.
+    """
+    names = (value.device_mesh.mesh_dim_names or ()) if is_dtensor(value) else ()
+    if len(names) in (0, mesh.ndim) or not set(names) <= set(mesh.mesh_dim_names):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    known = dict(zip(names, value.placements, strict=True))
+    return DTensor.from_local(
+        value.detach().to_local(),
+        mesh,
+        [known.get(name, Replicate()) for name in mesh.mesh_dim_names],
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def placed_over_axes(value: Any, model: Any) -> Any:
+    """A value as the shard of ``model``: a full tensor, or a DTensor that has the same shard over more axes."""
+    if not (is_dtensor(value) and is_dtensor(model)) or value.device_mesh == model.device_mesh:
+        return placed_like(value, model)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value.to_local(),
+        model.device_mesh,
+        model.placements,
+        run_check=False,
+        shape=model.shape,
+        stride=model.stride(),
+    )
 
 
 @recorded("get_state_dict")

@@ -1,4 +1,4 @@
-"""Tensor and context parallelism of a run's models, in the order in which a backend applies them before it shards."""
+"""Axes of a run's models (experts, tensors, contexts), in the order in which a backend applies them."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_backends.core.run import Run
+    from accel_backends.parallel.plan import TensorParallelPlan
     from accel_backends.parallel.sequence_inputs import SequenceInputs
 
 
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 class ModelAxes:
     """Applies the axes of a run's ``ParallelismConfig`` to models; without such an axis it changes nothing.
 
-    ``mesh`` returns the mesh of an axis by its name; its first call is a collective.
+    ``mesh`` returns the mesh of an axis by its name; its first call is a collective. ``shards`` is the shard degree of
+    an expert-parallel rank's experts.
     """
 
-    def __init__(self, run: "Run", mesh: "Callable[[str], DeviceMesh]") -> None:
-        self._run, self._mesh = run, mesh
+    def __init__(self, run: "Run", mesh: "Callable[[str], DeviceMesh]", *, shards: int = 1) -> None:
+        self._run, self._mesh, self._shards = run, mesh, shards
         self._tensor, self._context = run.parallelism.size("tp"), run.parallelism.size("cp")
+        self._expert = run.parallelism.size("ep")
         self._inputs: SequenceInputs | None = None
 
     @property
@@ -44,25 +47,30 @@ class ModelAxes:
             self._inputs = SequenceInputs(Context(self._mesh("cp"), "ring" if ring else "allgather", balanced))
         return self._inputs
 
+    def experts(self, model: nn.Module) -> list[str]:
+        """Names of the modules whose experts are divided among ranks; none without expert parallelism."""
+        if self._expert == 1:
+            return []
+        from accel_backends.parallel.expert_parallel import find_experts
+
+        return list(find_experts(model))
+
     def check(self, model: nn.Module) -> None:
         """Refuses a model that the axes cannot compute, before any change; without communication.
 
         Raises:
             PrepareError: names the module or the value, and the nearest that works.
         """
+        if self._expert > 1:
+            from accel_backends.parallel.expert_parallel import check_expert_parallel
+
+            self._check_values(model, f"ep_size={self._expert}")
+            check_expert_parallel(model, self._expert, shards=self._shards)
         if self._tensor > 1:
             from accel_backends.parallel.tensor_parallel import check_tensor_parallel
 
-            if is_meta(model):
-                raise PrepareError(
-                    f"{type(model).__name__} is on the meta device, and tp_size={self._tensor} shards values; nearest: "
-                    "values on the host, or tp_size=1"
-                )
-            if self._run.policy.fp8 is not None:
-                raise PrepareError(
-                    f"fp8 with tp_size={self._tensor}: fp8 layers are not sharded; nearest: mixed_precision='bf16'"
-                )
-            check_tensor_parallel(model, self._tensor, self._plan)
+            self._check_values(model, f"tp_size={self._tensor}")
+            check_tensor_parallel(model, self._tensor, self.plan)
         if self._context > 1:
             from accel_backends.parallel.sdpa import check_context_parallel
             from accel_backends.parallel.sequence_inputs import check_inputs
@@ -70,21 +78,41 @@ class ModelAxes:
             check_context_parallel(model)
             check_inputs(model)
 
-    def apply(self, model: nn.Module, device: torch.device, send: Callable[[list[torch.Tensor]], None]) -> None:
+    def apply(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        send: Callable[[list[torch.Tensor]], None],
+        plan: "TensorParallelPlan | None" = None,
+    ) -> None:
         """Applies the axes to a checked model in place; ``send`` overwrites tensors with rank 0's values.
 
-        With tensor parallelism the model is moved to the device first, and the ranks of a tensor-parallel group get
+        ``plan``: tensor-parallel plan of these modules; None: that of the options.
+
+        With expert parallelism the device holds the experts of one parameter at a time in full. With
+        tensor parallelism the model is moved to the device first, and the ranks of a tensor-parallel group get
         equal random generators, because they have to draw the same dropout masks.
 
         Collective: every rank of the group must call this.
         """
+        if self._expert > 1:
+            from accel_backends.parallel.expert_parallel import apply_expert_parallel
+            from accel_backends.parallel.router_loss import sum_router_loss
+
+            def values(parameter: torch.Tensor) -> torch.Tensor:
+                full = parameter.detach().to(device)
+                send([full])
+                return full
+
+            apply_expert_parallel(model, self._mesh("ep"), values=values)
+            sum_router_loss(model, self._run.session.group)
         if self._tensor > 1:
             from accel_backends.parallel.tensor_parallel import apply_tensor_parallel
 
             model.to(device)
             send([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
             mesh = self._mesh("tp")
-            apply_tensor_parallel(model, mesh, self._plan, src_data_rank=None)
+            apply_tensor_parallel(model, mesh, plan or self.plan, src_data_rank=None)
             _equalise_generators(mesh, device)
         if (inputs := self.inputs) is not None:
             from accel_backends.parallel.sdpa import apply_context_parallel
@@ -92,8 +120,19 @@ class ModelAxes:
             apply_context_parallel(model, inputs.context)
             inputs.attach(model)
 
+    def _check_values(self, model: nn.Module, degree: str) -> None:
+        """Refuses models without values, and fp8, for an axis that shards values."""
+        if is_meta(model):
+            raise PrepareError(
+                f"{type(model).__name__} is on the meta device, and {degree} shards values; nearest: values on the "
+                f"host, or {degree.partition('=')[0]}=1"
+            )
+        if self._run.policy.fp8 is not None:
+            raise PrepareError(f"fp8 with {degree}: fp8 layers are not sharded; nearest: mixed_precision='bf16'")
+
     @property
-    def _plan(self) -> Any:
+    def plan(self) -> Any:
+        """Tensor-parallel plan of the options, as ``plan_for`` takes it."""
         handler = self._run.parallelism.tp_handler
         return "derive" if handler is None else handler.plan
 

@@ -85,8 +85,10 @@ class Context:
         length = first.shape[1]
         _check_mask(batch.get("attention_mask"))
         full = {key: value for key, value in batch.items() if key != "attention_mask"}
-        full.setdefault("position_ids", torch.arange(length, device=first.device).expand(first.shape[0], length))
-        _check_positions(full["position_ids"])
+        if "position_ids" in full:
+            _check_positions(full["position_ids"])
+        else:  # not checked, because that waits for the device
+            full["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[0], length)
         if "labels" in full and "shift_labels" not in full:
             full["shift_labels"] = _shifted(full["labels"])
         if "shift_labels" in full:

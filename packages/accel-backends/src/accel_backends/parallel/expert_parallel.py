@@ -16,20 +16,32 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from accel_backends.private import untraced
 from accel_state.errors import PrepareError
 
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+_ARGUMENTS_OF = frozenset({_ARGUMENTS, ("hidden_states", "router_indices", "routing_weights")})  # the latter: gpt-oss
+
+
+Values = Callable[[torch.Tensor], torch.Tensor]
+"""Function that returns a parameter's full values on the device of the mesh, equal on every rank."""
 
 
 def apply_expert_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, average: bool = True, src_data_rank: int | None = 0
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    average: bool = True,
+    src_data_rank: int | None = 0,
+    values: Values | None = None,
 ) -> list[str]:
     """Divides the experts of a model's blocks among the ranks of ``mesh`` in place; returns the names of their modules.
 
     The ranks are data-parallel otherwise: each has samples of its own. Parameters of experts become DTensors sharded
     over the experts, under the same names and with the full tensors of one process. With ``average`` their gradients
     are divided by the number of ranks, so that they are means over the ranks as DDP's and FSDP's gradients are; they
-    must not be reduced over this mesh again.
+    must not be reduced over this mesh again. With ``values`` each rank takes its experts from there, one parameter
+    after the other, and frees the full parameter; otherwise rank ``src_data_rank`` of the mesh sends them.
 
     Modules of experts are those of transformers' Mixtral and its kin: parameters with one dim for the experts, first,
     and a forward of ``hidden_states`` (tokens x features), ``top_k_index`` and ``top_k_weights`` (tokens x choices).
@@ -45,17 +57,59 @@ def apply_expert_parallel(
             f"expert parallelism over a mesh of {mesh.ndim} axes {mesh.mesh_dim_names}; nearest: mesh['ep'], its "
             "one axis"
         )
-    found = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    check_expert_parallel(model, mesh.size())
+    found = find_experts(model)
+    for module in found.values():
+        _divide(module, mesh, average=average, src_data_rank=src_data_rank, values=values)
+    return list(found)
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of experts by name, in the order of ``named_modules``, before and after they are divided."""
+    return {name: module for name, module in model.named_modules() if _is_experts(module)}
+
+
+def check_expert_parallel(model: nn.Module, size: int, *, shards: int = 1) -> None:
+    """Refuses a model whose experts cannot be divided among ``size`` ranks; without communication.
+
+    ``shards`` is the shard degree of each rank's experts.
+
+    Raises:
+        PrepareError: as :func:`apply_expert_parallel`; or no dim of the parameters divides into the shards.
+    """
+    found = find_experts(model)
     if not found:
         raise PrepareError(
             f"{type(model).__name__} has no module of experts: parameters whose first dim is num_experts, and a "
-            f"forward of {', '.join(_ARGUMENTS)}"
+            f"forward of {', '.join(_ARGUMENTS)}; nearest: ep_size=1"
         )
     for name, module in found.items():
-        _check_experts(module, name, mesh.size())
-    for module in found.values():
-        _divide(module, mesh, average=average, src_data_rank=src_data_rank)
-    return list(found)
+        _check_experts(module, name, size)
+        for own, parameter in module.named_parameters(recurse=False):
+            if _sharded_dim((len(parameter) // size, *parameter.shape[1:]), shards) is None:
+                raise PrepareError(
+                    f"{name}.{own} of shape {tuple(parameter.shape)} has no dim that divides into {shards} shards "
+                    f"after its experts are divided among {size} ranks; nearest: dp_shard_size=1"
+                )
+
+
+def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard]:
+    """Function from an expert-parallel rank's parameter to the dim over which ``fully_shard`` shards it.
+
+    That is the dim of the experts if the shards divide it, and the first one that they divide otherwise.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard:
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        dim = _sharded_dim(tuple(held.shape), shards)
+        assert dim is not None, "check_expert_parallel refuses others"
+        return Shard(dim)
+
+    return place
+
+
+def _sharded_dim(shape: Sequence[int], shards: int) -> int | None:
+    return next((dim for dim, size in enumerate(shape) if size % shards == 0), None)
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -64,8 +118,7 @@ def _is_experts(module: nn.Module) -> bool:
     if not parameters or not isinstance(count, int):
         return False
     takes = tuple(inspect.signature(module.forward).parameters)
-    first = (one.shape[0] == count or isinstance(one, DTensor) for one in parameters if one.ndim > 1)
-    return takes == _ARGUMENTS and all(first) and all(one.ndim > 1 for one in parameters)
+    return takes in _ARGUMENTS_OF and all(one.ndim > 1 and one.shape[0] == count for one in parameters)
 
 
 def _check_experts(module: nn.Module, name: str, size: int) -> None:
@@ -81,30 +134,35 @@ def _check_experts(module: nn.Module, name: str, size: int) -> None:
         )
 
 
-def _divide(module: nn.Module, mesh: DeviceMesh, *, average: bool, src_data_rank: int | None) -> None:
+def _divide(
+    module: nn.Module, mesh: DeviceMesh, *, average: bool, src_data_rank: int | None, values: Values | None
+) -> None:
     """Shards the parameters, and replaces the forward by one that exchanges tokens around the forward of the class."""
-    count = cast(int, module.num_experts)
+    local_experts = cast(int, module.num_experts) // mesh.size()
     for name, parameter in list(module.named_parameters(recurse=False)):
-        placed = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+        if values is None:
+            placed = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+        else:
+            held = values(parameter).chunk(mesh.size())[mesh.get_local_rank()]
+            placed = DTensor.from_local(held.clone(), mesh, [Shard(0)], run_check=False)
+            parameter.data = parameter.data.new_empty(0)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-    cast(Any, module).num_experts = count // mesh.size()
     scale, group = 1 / mesh.size() if average else 1.0, mesh.get_group()
 
     def forward(
         layer: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         def compute(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-            with _local_parameters(layer, scale) as parameters:
+            with _local(layer, local_experts, scale) as parameters:
                 if not len(rows):
                     return _linked(rows, parameters)
                 # Weights are applied where the router chose them, after the way back.
                 outputs: torch.Tensor = type(layer).forward(layer, rows, experts[:, None], rows.new_ones(len(rows), 1))
                 return outputs
 
-        count = cast(int, layer.num_experts)
-        return routed(hidden_states, top_k_index, top_k_weights, compute, local_experts=count, group=group)
+        return routed(hidden_states, top_k_index, top_k_weights, compute, local_experts=local_experts, group=group)
 
-    module.forward = MethodType(forward, module)
+    module.forward = MethodType(untraced(forward), module)
 
 
 def routed(
@@ -171,21 +229,23 @@ class _ExchangedRows(torch.autograd.Function):
 
 
 @contextmanager
-def _local_parameters(module: nn.Module, scale: float) -> Iterator[list[torch.Tensor]]:
+def _local(module: nn.Module, num_experts: int, scale: float) -> Iterator[list[torch.Tensor]]:
     """Context in which the module's own parameters are this rank's shards, whose gradients are scaled.
 
-    Attributes of the instance come before parameters in its lookup.
+    ``num_experts`` counts this rank's experts within, and all of them outside, where a router may read it. Attributes
+    of the instance come before parameters in its lookup.
     """
-    local = {}
+    local, every = {}, module.num_experts
     for name, parameter in module.named_parameters(recurse=False):
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local[name] = _ScaledGradient.apply(shard, scale)  # type: ignore[no-untyped-call]
-    module.__dict__.update(local)
+    module.__dict__.update(local, num_experts=num_experts)
     try:
         yield list(local.values())
     finally:
         for name in local:
             del module.__dict__[name]
+        module.__dict__["num_experts"] = every
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -1,34 +1,90 @@
 """Load-balancing loss of a router over the tokens of all ranks."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from accel_state.errors import BackendError
+
+_FUNCTION = "load_balancing_loss_func"
+"""Function of transformers that computes this loss, in the modules of models that have it."""
+_OPTION, _MASK = "output_router_logits", "attention_mask"
 
 
-def load_balancing_loss(logits: Sequence[torch.Tensor], *, top_k: int, group: dist.ProcessGroup) -> torch.Tensor:
+def load_balancing_loss(
+    logits: Sequence[torch.Tensor], *, top_k: int, group: Any, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Loss of Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equation 4) for ``top_k`` choices per token.
 
     It is the number of experts times the sum over experts of the share of choices and the mean probability. Both are
     means over the tokens of all ranks and layers. A mean of each rank's own loss differs, because the loss is a product
-    of means. The value is the same on every rank, and gradients are those of one process once they are *averaged* over
-    the ranks, each of which must have as many tokens.
+    of means. The value is the same on every rank, in float32, and gradients are those of one process once they are
+    *averaged* over the ranks, which may have different numbers of tokens.
 
     Args:
         logits: of each layer's router, for this rank's tokens (tokens x experts).
         top_k: experts chosen for each token.
-        group: ranks with other tokens.
+        group: ranks with other tokens; None: the default group.
+        mask: 1 for tokens that count, 0 for padding, of as many elements as there are tokens; None: all count.
 
     Collective: every rank of the group must call this.
     """
-    probabilities = torch.cat([one.float().softmax(-1) for one in logits])
-    experts = probabilities.shape[-1]
-    chosen = probabilities.detach().topk(top_k, dim=-1).indices.flatten()
-    choices = torch.bincount(chosen, minlength=experts).to(probabilities.dtype) / len(probabilities)
-    mean = probabilities.mean(0)
-    both = torch.stack([choices, mean.detach()])
-    dist.all_reduce(both, group=group)
-    both /= dist.get_world_size(group)
+    experts = logits[0].shape[-1]
+    weights = None if mask is None else mask.reshape(-1, 1).to(logits[0].device, torch.float32)
+    choices = probabilities = torch.zeros(experts, device=logits[0].device)
+    count = torch.zeros(1, device=logits[0].device)
+    for one in logits:
+        # Probabilities in the dtype of the logits, and sums in float32, are what transformers computes in one process.
+        each = one.softmax(-1)
+        weight = each.new_ones(len(each), 1, dtype=torch.float32) if weights is None else weights
+        chosen = torch.zeros_like(each, dtype=torch.float32).scatter(1, each.detach().topk(top_k, dim=-1).indices, 1.0)
+        choices = choices + (chosen * weight).sum(0)
+        probabilities = probabilities + (each.float() * weight).sum(0)
+        count = count + weight.sum()
+    total = torch.cat([choices, probabilities.detach(), count])
+    dist.all_reduce(total, group=group)
+    share, mean = total[:experts] / total[-1], total[experts:-1] / total[-1]
     # The share of choices has no gradient; each rank's probabilities have their part of that of the mean.
-    ours = experts * (both[0] * mean).sum()
-    return ours + (experts * (both[0] * both[1]).sum() - ours).detach()
+    ours = experts * (share * probabilities).sum() * (dist.get_world_size(group) / total[-1])
+    return ours + (experts * (share * mean).sum() - ours).detach()
+
+
+def sum_router_loss(model: nn.Module, group: Any) -> None:
+    """Makes a transformers model's load-balancing loss that of the tokens of all ranks, where it returns one.
+
+    The loss that a causal language model returns includes it, and is corrected, too. Models whose loss is another one,
+    and losses that the user computes from the logits, stay as they are: each rank's own, whose mean is trained.
+
+    Collective: every rank of the group must call the model.
+    """
+    names = ("router_aux_loss_coef", "num_experts_per_tok")
+    if hasattr(sys.modules[type(model).__module__], _FUNCTION) and all(hasattr(model, name) for name in names):
+        # Registered before the hooks of ``fully_shard``, which have to see the tensors that the user receives.
+        bind = signature(model.forward).bind_partial
+        model.register_forward_hook(partial(_correct, group, bind), with_kwargs=True)
+
+
+def _correct(
+    group: Any, bind: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> Any:
+    given: dict[str, Any] = bind(*args, **kwargs).arguments
+    asked = given.get(_OPTION)
+    if not (model.config.output_router_logits if asked is None else asked):
+        return output
+    if getattr(output, "router_logits", None) is None or getattr(output, "aux_loss", None) is None:
+        raise BackendError(
+            f"{type(model).__name__} returned a {type(output).__name__} without router_logits and aux_loss, and its "
+            f"load-balancing loss is that of this rank's tokens only; nearest: return_dict=True, or {_OPTION}=False"
+        )
+    mask = given.get(_MASK)
+    total = load_balancing_loss(output.router_logits, top_k=model.num_experts_per_tok, group=group, mask=mask)
+    if output.loss is not None:
+        output.loss = output.loss + model.router_aux_loss_coef * (total - output.aux_loss).to(output.loss.device)
+    output.aux_loss = total
+    return output

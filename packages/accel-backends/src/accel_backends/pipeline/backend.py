@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -14,23 +15,30 @@ from accel_backends.core.bundle import Bundle
 from accel_backends.core.capabilities import PRECISIONS, Capabilities
 from accel_backends.core.config import BackendConfig
 from accel_backends.core.module_backend import ModuleBackend
-from accel_backends.core.rebind import state_to_device
+from accel_backends.core.rebind import rebind, state_to_device
 from accel_backends.core.replaced import replace_parameters
 from accel_backends.core.run import Run
 from accel_backends.ops.compile import TorchDynamoPlugin
+from accel_backends.ops.dtensor import loop_over_meshes, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
-from accel_backends.ops.master_weights import upcast_parameters
+from accel_backends.ops.master_weights import upcast_parameters, upcasts
+from accel_backends.ops.optimizer_support import check_on_shards, holds_any
 from accel_backends.ops.state_dicts import PARAMS, names_stored
+from accel_backends.parallel.axes import ModelAxes
 from accel_backends.parallel.pipeline.causal_lm import CausalLM
 from accel_backends.parallel.pipeline.pipeline import Pipeline, StagePlan
 from accel_backends.parallel.pipeline.ranges import balanced_ranges, given_ranges, stages_of_rank
 from accel_backends.parallel.pipeline.schedules import schedule_kind
+from accel_backends.parallel.pipeline.shards import StageShards, check_optimizers, check_shardable
+from accel_backends.parallel.pipeline.stage_plan import Places, places_of, plan_of_stage
 from accel_backends.parallel.pipeline.stages import drop_other_stages, make_stages
+from accel_backends.parallel.plan import TensorParallelPlan
 from accel_backends.pipeline.config import PipelineParallelConfig
 from accel_backends.pipeline.gradients import PipelineGradients
 from accel_backends.pipeline.layout import PipelineLayout
+from accel_backends.pipeline.mesh import StageMesh
 from accel_backends.pipeline.model import PipelinedModel, TiedWeight
-from accel_backends.pipeline.reduction import ReplicaReduction
+from accel_backends.pipeline.reduction import DataParallelReduction
 from accel_backends.pipeline.states import PipelineStates
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import autocast_module, cast_parameters
@@ -49,18 +57,21 @@ class PipelineBackend(ModuleBackend):
 
     def __init__(self, run: Run, config: BackendConfig | None = None) -> None:
         super().__init__(run, config)
-        mesh = run.parallelism.get_device_mesh(self.device.type)
-        assert mesh is not None
-        self._group = mesh["pp"].get_group()
-        self._replicas = mesh["dp_replicate"].get_group() if run.parallelism.size("dp_replicate") > 1 else None
+        self._mesh = StageMesh(run, self.device.type)
+        self._axes = ModelAxes(run, self._mesh.axis)
+        self._group = self._mesh.pipeline
+        self._ends: dist.ProcessGroup | None = None
         self._kind, self._per_rank = schedule_kind(self._options.schedule, self._options.stages_per_rank)
         self._models: WeakSet[PipelinedModel] = WeakSet()
-        self._reductions: list[ReplicaReduction] = []
+        self._reductions: list[DataParallelReduction] = []
         self._names: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+        self._tied_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._group_names: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
         self.layout = PipelineLayout(run)
-        self.gradients = PipelineGradients(self, self._models, group=self._group, replicas=self._replicas)
-        self.states = PipelineStates(self, group=self._group, names=self._names, group_names=self._group_names)
+        self.gradients = PipelineGradients(self, self._models, mesh=self._mesh)
+        self.states = PipelineStates(
+            self, mesh=self._mesh, names=self._names, group_names=self._group_names, tied=self._tied_names
+        )
 
     @property
     def _options(self) -> PipelineParallelConfig:
@@ -73,9 +84,20 @@ class PipelineBackend(ModuleBackend):
     def check(self, bundle: Bundle) -> None:
         """Refuses models that cannot be split, and optimizers that hold parameters of several models."""
         for model in bundle.models:
-            self._ranges(CausalLM.of(innermost(model)))
+            whole = innermost(model)
+            self._ranges(CausalLM.of(whole))
+            self._axes.check(whole)
+            self._places(whole)
+            if self._mesh.sharding is not None:
+                check_shardable(whole, upcast=upcasts(self.policy))
+        check_optimizers(bundle.optimizers, self._split_parameters(bundle.models))
         known = {id(parameter) for model in bundle.models for parameter in model.parameters()}
         for optimizer in bundle.optimizers if bundle.models else ():
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise PrepareError(
+                    "LBFGS computes its steps from all parameters, and each rank of a pipeline has those of its own "
+                    "stages; nearest: AdamW"
+                )
             if any(id(one) not in known for group in optimizer.param_groups for one in group[PARAMS]):
                 raise PrepareError(
                     f"{type(optimizer).__name__} updates parameters of a model that was prepared before; with a "
@@ -84,6 +106,10 @@ class PipelineBackend(ModuleBackend):
 
     def bind(self, bundle: Bundle) -> Bundle:
         """Splits the model, and leaves each optimizer the parameters of this rank's stages."""
+        split = self._split_parameters(bundle.models)
+        over = self._mesh.sharding or self._mesh.tensor
+        if bundle.training and over is not None:
+            check_on_shards([one for one in bundle.optimizers if holds_any(one, split)], over, offload=False)
         models: list[nn.Module] = [
             self._split(innermost(model), bundle, placed=placed)
             for model, placed in zip(bundle.models, bundle.placed, strict=True)
@@ -113,6 +139,17 @@ class PipelineBackend(ModuleBackend):
         self._reductions[:] = [one for one in self._reductions if one.model is not None and one.model not in models]
         super().release(models)
 
+    def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
+        """Returns this rank's shard of a full state tensor."""
+        return sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
+
+    def close(self) -> None:
+        """Releases everything, and destroys the group of the ranks that share a tied weight."""
+        super().close()
+        ends, self._ends = self._ends, None
+        if ends is not None and dist.is_initialized():
+            dist.destroy_process_group(ends)
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Context in which gradients are not averaged over replicas of the pipeline."""
         return _reducing(model, False) if isinstance(model, PipelinedModel) else NOTHING
@@ -130,8 +167,11 @@ class PipelineBackend(ModuleBackend):
     def _split(self, model: nn.Module, bundle: Bundle, *, placed: bool) -> PipelinedModel:
         whole = CausalLM.of(model)
         ranges, plan = self._ranges(whole), self._plan()
-        before = named_parameters(model)
+        before, places = named_parameters(model), self._places(model)
         self._names[model] = frozenset(names_stored(model))
+        if whole.tied is not None and not self._kind.v_shaped:
+            self._mesh.join_ends()
+            self._tied_names[model] = next(name for name, one in before.items() if one is whole.tied)
         for optimizer in bundle.optimizers:
             self._group_names[optimizer] = _group_names(optimizer, before)
         self._equalise(model)
@@ -144,21 +184,53 @@ class PipelineBackend(ModuleBackend):
             _keep(optimizer, after)
         replace_parameters(before, after, type(model).__name__)
         cast_parameters(model, self.policy)
-        if placed:
+        if placed or self._mesh.sharding is not None:
             self.place(model)
+        shards = self._shard(whole, plan_of_stage(places, model), bundle)
         tied = self._tied(whole, plan)
-        made = PipelinedModel(model, Pipeline(stages, plan), self._options, loss_scale=self.loss_scale, tied=tied)
+        made = PipelinedModel(
+            model, Pipeline(stages, plan), self._options, loss_scale=self.loss_scale, tied=tied, shards=shards
+        )
         made.train(model.training)
         self._models.add(made)
-        if self._replicas is not None:
-            self._reductions.append(ReplicaReduction(made, self._replicas))
+        if self._mesh.data is not None:
+            self._reductions.append(DataParallelReduction(made, self._mesh.data))
         self.owned.add(model, made)
         return made
+
+    def _places(self, model: nn.Module) -> Places:
+        """Modules of a full model that tensor parallelism places."""
+        tensor = self._mesh.tensor
+        return () if tensor is None else places_of(model, tensor.size(), self._axes.plan)
+
+    def _split_parameters(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+        """Returns, by id, the parameters that will be sharded over ranks with the same stages."""
+        inner = [innermost(model) for model in models]
+        if self._mesh.sharding is not None:
+            return {id(one): one for model in inner for one in model.parameters()}
+        return {
+            id(one): one for model in inner for _, module, _ in self._places(model) for one in module.parameters(False)
+        }
+
+    def _shard(self, whole: CausalLM, plan: TensorParallelPlan, bundle: Bundle) -> StageShards | None:
+        """Shards this rank's stages: tensor parallelism, then data-parallel ranks; rebinds the optimizers."""
+        model = whole.model
+        before = named_parameters(model)
+        self._axes.apply(model, self.device, lambda tensors: None, plan)
+        shards = None
+        if self._mesh.sharding is not None and self._mesh.data is not None:
+            shards = StageShards(whole, self._mesh.sharding, self._mesh.data)
+        after = named_parameters(model)
+        for optimizer in bundle.optimizers:
+            rebind(optimizer, before, after, convert=self.convert_state)
+            loop_over_meshes(optimizer)
+        replace_parameters(before, after, type(model).__name__)
+        return shards
 
     def _plan(self) -> StagePlan:
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         held = stages_of_rank(rank, ranks, self._per_rank, v_shaped=self._kind.v_shaped)
-        return StagePlan(held, self._num_stages, self._group, self._kind, self.device)
+        return StagePlan(held, self._num_stages, self._group, self._kind, self.device, self.session.group)
 
     def _in_precision(self, module: nn.Module) -> nn.Module:
         return autocast_module(module, self.policy, self.device.type, self.run.autocast)
@@ -168,9 +240,11 @@ class PipelineBackend(ModuleBackend):
         first, last = 0 in plan.held, plan.has_last
         if whole.tied is None or first == last:
             return None
-        ranks = dist.get_process_group_ranks(self._group)
-        group = dist.new_group([ranks[0], ranks[plan.last_rank]], use_local_synchronization=True)
-        return TiedWeight(whole.tied, cast(dist.ProcessGroup, group), is_first=first)
+        if self._ends is None:
+            ranks = dist.get_process_group_ranks(self._group)
+            group = dist.new_group([ranks[0], ranks[plan.last_rank]], use_local_synchronization=True)
+            self._ends = cast(dist.ProcessGroup, group)
+        return TiedWeight(cast(Any, whole.model).get_input_embeddings(), self._ends, is_first=first)
 
     def _equalise(self, model: nn.Module) -> None:
         """Overwrites the tensors of the full model with those of rank 0, as every backend does.

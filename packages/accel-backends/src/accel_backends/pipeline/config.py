@@ -31,7 +31,7 @@ class PipelineParallelConfig(BackendConfig):
     """
 
     backend: ClassVar[str] = "pipeline"
-    axes: ClassVar[frozenset[str]] = frozenset({"pp", "dp_replicate"})
+    axes: ClassVar[frozenset[str]] = frozenset({"pp", "dp_replicate", "dp_shard", "tp"})
     needs_ranks: ClassVar[bool] = True
 
     num_microbatches: int | None = None
@@ -50,7 +50,7 @@ class PipelineParallelConfig(BackendConfig):
 
     @classmethod
     def serves(cls, axes: Collection[str]) -> bool:
-        """Whether ``axes`` has the pipeline's axis, and replicas of the pipeline at most beside it."""
+        """Whether ``axes`` has the pipeline's axis, and no axis beside it that pipelines do not compose with."""
         return "pp" in axes and cls.axes.issuperset(axes)
 
     def resolve(self, facts: StrategyFacts) -> Resolution:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel_backends.ops.dtensor import gathered
 from accel_state.collectives.objects import all_gather_object
 from accel_state.watchdog.decorator import recorded
 
@@ -16,8 +17,8 @@ def gather_stages(
 ) -> dict[Any, Any]:
     """Returns the entries of all ranks; of entries with one name, those of the first rank.
 
-    Tensors are sent one at a time; ``host``: copied to host memory. Without ``keep`` this rank only takes part, and the
-    result is empty.
+    Tensors are sent one at a time; sharded ones as full tensors, which all ranks with the same stage gather. ``host``:
+    copied to host memory. Without ``keep`` this rank only takes part, and the result is empty.
 
     Collective: every rank of the group must call this.
     """
@@ -52,14 +53,15 @@ def _sent(
     device: torch.device,
 ) -> torch.Tensor:
     """Sends the tensor of the rank ``source`` to all, each of which gets it on the device; the source keeps its own."""
-    tensor = torch.empty(shape, dtype=dtype, device=device) if own is None else own.detach().to(device).contiguous()
+    full = None if own is None else gathered(own).detach()
+    tensor = torch.empty(shape, dtype=dtype, device=device) if full is None else full.to(device).contiguous()
     dist.broadcast(tensor, group=group, group_src=source)
-    return tensor if own is None else own.detach()
+    return tensor if full is None else full
 
 
 @recorded("gradients of pipeline stages")
 def mean_over_ranks(
-    own: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+    own: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Returns the mean over ranks of each tensor that one of them has; others count as zero.
 

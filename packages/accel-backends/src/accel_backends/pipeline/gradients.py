@@ -5,10 +5,20 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from accel_backends.ops.clip import check_norm, check_norm_type, nonfinite, norm_over, scale_down, total_norm
+from accel_backends.ops.clip import (
+    check_norm,
+    check_norm_type,
+    nonfinite,
+    norm_of_held,
+    norm_over,
+    scale_down,
+    total_norm,
+)
+from accel_backends.ops.dtensor import gathered, sharded_like
+from accel_backends.ops.fqn import named_parameters
+from accel_backends.parallel.pipeline.shards import StageShards
 from accel_backends.pipeline.gather import gather_stages, mean_over_ranks
 from accel_backends.pipeline.model import PipelinedModel
 from accel_backends.roles.gradients import ReplicatedGradients
@@ -18,34 +28,27 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from accel_backends.core.backend import Backend
+    from accel_backends.pipeline.mesh import StageMesh
 
 
 @final
 class PipelineGradients(ReplicatedGradients):
-    """Full gradients of this rank's stages, averaged over replicas of the pipeline.
+    """Gradients of this rank's stages, averaged over data-parallel ranks with the same stages.
 
     Args:
         backend: as for the base class.
         models: the models that the backend has prepared.
-        group: ranks of this rank's pipeline.
-        replicas: ranks with the same stages; None: there is one pipeline.
+        mesh: ranks of this rank's pipeline, and those that share its stages.
     """
 
-    def __init__(
-        self,
-        backend: "Backend",
-        models: Iterable[PipelinedModel],
-        *,
-        group: "ProcessGroup",
-        replicas: "ProcessGroup | None",
-    ) -> None:
-        super().__init__(backend, ranks=1 if replicas is None else dist.get_world_size(replicas))
-        self._models, self._pipeline, self._replicas = models, group, replicas
+    def __init__(self, backend: "Backend", models: Iterable[PipelinedModel], *, mesh: "StageMesh") -> None:
+        super().__init__(backend, ranks=backend.run.parallelism.data_parallel_size)
+        self._models, self._mesh, self._pipeline = models, mesh, mesh.pipeline
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """Ranks with the same stages."""
-        return self._replicas
+        """Ranks with the same stages and other samples."""
+        return self._mesh.data
 
     def clip_norm(
         self,
@@ -68,10 +71,7 @@ class PipelineGradients(ReplicatedGradients):
         again = self._counted_elsewhere()
         counted = [one.grad for one in own if one.grad is not None and id(one) not in again]
         norm = total_norm(counted, norm_type) if counted else torch.zeros(())
-        device = self.run.session.device.torch
-        # Wide, because stages may have gradients of different dtypes, and every rank has to send the same one.
-        wide = norm.to(device, torch.float32 if device.type == "mps" else torch.float64)
-        total = norm_over([self._pipeline], wide, norm_type).to(norm.dtype)
+        total = self._over_stages(norm, norm_type)
         if error_if_nonfinite:
             check_norm(total, norm_type, lambda: nonfinite(own, self.owned.names))
         scale_down(own, total, max_norm)
@@ -84,25 +84,42 @@ class PipelineGradients(ReplicatedGradients):
 
         Collective: every rank of the group must call this.
         """
-        norm = self.clip_norm(parameters, math.inf, norm_type)
-        return norm if self.loss_scale is None else norm / self.loss_scale.current
+        check_norm_type(norm_type)
+        models = list(models)
+        if not self._shards_of(models):
+            total = self.clip_norm(parameters, math.inf, norm_type)
+        else:
+            again = self._counted_elsewhere()
+            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            own = [one for one in listed if id(one) not in again]
+            held = [(named_parameters(model), self._own(model)) for model in models]
+            total = self._over_stages(norm_of_held(held, own, norm_type), norm_type)
+        return total if self.loss_scale is None else total / self.loss_scale.current
 
     def unreduced(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the gradients of all stages of this replica, by FQN."""
-        own = super().unreduced(model)
-        return gather_stages(own, self._pipeline, self.run.session.device.torch)
+        """Returns the gradients of all stages of this data-parallel rank, by FQN."""
+        return gather_stages(self._own(model), self._pipeline, self.run.session.device.torch)
 
     def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Restores the mean over this rank's pipeline of the given gradients, each rank those of its own stages."""
-        mean = mean_over_ranks(gradients, self._pipeline, self.run.session.device.torch)
-        super().set_unreduced(model, mean)
+        """Restores the mean over ranks of the given gradients, each rank those of its own stages."""
+        mean = mean_over_ranks(gradients, self.run.session.group, self.run.session.device.torch)
+        self.drop(model)
+        for name, parameter in named_parameters(model).items():
+            if name in mean:
+                parameter.grad = sharded_like(mean[name].to(parameter.dtype), parameter)
         for known in self._models:
             if known is model:
-                known.unreduced = bool(mean)
+                known.unreduced = bool(mean) and known.shards is None
 
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns copies of the next step's gradients of all stages, by FQN."""
         return {name: gradient.detach().clone() for name, gradient in self.unreduced(model).items()}
+
+    def drop(self, model: nn.Module) -> None:
+        """Drops this rank's gradients, those that are not reduced yet included."""
+        super().drop(model)
+        for shards in self._shards_of([model]):
+            shards.drop_gradients()
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuses all parameter groups, because the other ranks would have to know their names."""
@@ -110,6 +127,28 @@ class PipelineGradients(ReplicatedGradients):
             "add_param_group after prepare: each rank of a pipeline has other parameters, so a group would differ "
             "between ranks; add all groups before prepare, with requires_grad=False where they are not trained yet"
         )
+
+    def _own(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Full gradients of this rank's stages, those that are reduced already and those that are not together.
+
+        Collective: every rank of the stage must call this.
+        """
+        found = {name: gathered(gradient) for name, gradient in super().unreduced(model).items()}
+        for shards in self._shards_of([model]):
+            for name, added in shards.full_gradients().items():
+                full = gathered(added)
+                found[name] = found[name] + full if name in found else full
+        return found
+
+    def _shards_of(self, models: Iterable[nn.Module]) -> list[StageShards]:
+        given = list(models)
+        return [one.shards for one in self._models if one.shards is not None and one in given]
+
+    def _over_stages(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Joint norm of all stages, sent in one wide dtype, because stages may have gradients of different dtypes."""
+        device = self.run.session.device.torch
+        wide = norm.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        return norm_over([self._pipeline], wide, norm_type).to(norm.dtype)
 
     def _counted_elsewhere(self) -> set[int]:
         """Ids of the tied weights of the last stages, which the first stages count."""

@@ -8,14 +8,22 @@ from accel_backends.roles.layout import ReplicatedLayout
 
 @final
 class PipelineLayout(ReplicatedLayout):
-    """Replicas of a pipeline; no tensor is sharded."""
+    """Replicas of a pipeline, whose stages may be sharded over data-parallel and tensor-parallel ranks."""
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Number of replicas of the pipeline, and a shard degree of one."""
-        return self.run.parallelism.data_parallel_size, 1
+        """Number of replicas of the pipeline, and shard degree of its stages over data-parallel ranks."""
+        degrees = self.run.parallelism
+        return degrees.size("dp_replicate"), degrees.size("dp_shard")
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
-        """Number of ranks that compute on the same samples."""
-        return {"pp": self.run.parallelism.size("pp")}
+        """Number of ranks that compute on the same samples, by axis."""
+        degrees = self.run.parallelism
+        return {axis: degrees.size(axis) for axis in ("pp", "tp") if degrees.size(axis) > 1}
+
+    @property
+    def rng_seed_rank(self) -> int:
+        """First rank of this rank's tensor-parallel group, whose ranks draw the same dropout masks."""
+        rank = self.run.session.rank
+        return rank - rank % self.run.parallelism.size("tp")

@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,10 @@ from torch import nn
 
 from accel_backends.ops.fqn import WRAPS
 from accel_backends.parallel.pipeline.pipeline import Pipeline
+from accel_backends.parallel.pipeline.shards import StageShards
 from accel_backends.parallel.pipeline.stages import Feed
 from accel_backends.pipeline.config import PipelineParallelConfig
+from accel_backends.pipeline.generation import Decoding, decode_greedily
 from accel_backends.pipeline.held_gradients import HeldGradients
 from accel_backends.pipeline.micro_batches import (
     batch_shape,
@@ -23,6 +26,7 @@ from accel_backends.pipeline.micro_batches import (
     token_weights,
 )
 from accel_backends.pipeline.output import PipelineOutput, joined_outputs, sent_to_all
+from accel_backends.private import shard_of
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
 
@@ -32,9 +36,14 @@ from accel_state.errors import BackendError
 class TiedWeight:
     """The weight that embedding and head share, and the group of the two ranks that have it."""
 
-    parameter: nn.Parameter
+    embedding: nn.Module
     group: dist.ProcessGroup
     is_first: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter that the embedding has now: a full one or a shard."""
+        return cast(nn.Parameter, self.embedding.weight)
 
 
 @final
@@ -48,6 +57,7 @@ class PipelinedModel(nn.Module):
         module: the user's model, with the modules of this rank's stages.
         pipeline: the stages.
         tied: weight of the first and the last stage; None if this rank has none of another rank.
+        shards: sharding of the stages over data-parallel ranks; None: parameters are full.
         reduced: whether the next backward averages gradients over replicas of the pipeline.
         unreduced: whether a backward has added gradients that are not averaged yet.
     """
@@ -60,10 +70,11 @@ class PipelinedModel(nn.Module):
         *,
         loss_scale: LossScaler | None,
         tied: TiedWeight | None,
+        shards: StageShards | None = None,
     ) -> None:
         super().__init__()
         self.module = module
-        self.pipeline, self.tied = pipeline, tied
+        self.pipeline, self.tied, self.shards = pipeline, tied, shards
         self.reduced, self.unreduced = True, False
         self._config, self._loss_scale = config, loss_scale
         self.__dict__[WRAPS] = "module"
@@ -108,38 +119,86 @@ class PipelinedModel(nn.Module):
             scaled: torch.Tensor = (loss.float() if loss.dtype.itemsize < 4 else loss) * scale
             return scaled
 
-        held = HeldGradients(
-            [one for one in self.module.parameters() if one.requires_grad], scale=scale, on_added=self._note_added
-        )
-        with held.collect():
+        parameters = self.module.parameters() if self.shards is None else self.shards.full_parameters
+        held = HeldGradients([one for one in parameters if one.requires_grad], scale=scale, on_added=self._note_added)
+        with held.collect(), self._gathered():
             self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=True)
             self._sum_tied()
         return PipelineOutput({"loss": held.loss(self._total(losses))}, training=True)
 
     @torch.no_grad()
     def _evaluated(self, given: Mapping[str, Any]) -> PipelineOutput:
+        plan = self.pipeline.plan
+        parts, outputs = self._outputs(given)
+        fields: dict[str, Any] = {}
+        if "labels" in given and self._config.loss_fn is None:
+            weights = token_weights(parts)
+            losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
+            fields["loss"] = self._total(losses)
+        own = joined_outputs([outputs[number] for number in range(len(parts))]) if plan.has_last else {}
+        everywhere = self._config.outputs == "all"
+        fields.update(sent_to_all(own, plan.last_rank, plan.group, plan.device) if everywhere else own)
+        return PipelineOutput(fields)
+
+    def _outputs(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+        """Runs the forwards; returns the micro-batches, and on the rank of the last stage their outputs by number."""
         samples, tokens = batch_shape(given)
         plan = self.pipeline.plan
         ranks = dist.get_world_size(plan.group)
         count = largest_divisor(samples, self._num_microbatches, plan.kind, ranks)
         parts = split_batch(given, samples, count)
-        with_loss = "labels" in given and self._config.loss_fn is None
-        weights = token_weights(parts) if with_loss else []
         outputs: dict[int, Any] = {}
 
         def finish(number: int, output: Any) -> torch.Tensor:
             outputs[number] = output
             return torch.zeros((), device=plan.device)
 
-        self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=False)
-        fields: dict[str, Any] = {}
-        if with_loss:
-            losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
-            fields["loss"] = self._total(losses)
-        own = joined_outputs([outputs[number] for number in range(count)]) if plan.has_last else {}
-        everywhere = self._config.outputs == "all"
-        fields.update(sent_to_all(own, plan.last_rank, plan.group, plan.device) if everywhere else own)
-        return PipelineOutput(fields)
+        with self._gathered():
+            self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=False)
+        return parts, outputs
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Decodes greedily, as transformers' ``generate(do_sample=False, use_cache=False)``.
+
+        Args:
+            input_ids: prompts, of shape (samples, tokens) and an integer dtype, padded on the left; equal on all ranks
+                of a pipeline.
+            attention_mask: 0 where a prompt is padding; None: nowhere.
+            max_new_tokens: most tokens that are appended.
+            options: ``eos_token_id`` and ``pad_token_id``, whose defaults are those of the model's
+                ``generation_config``; others of transformers only with the values of greedy decoding.
+
+        Returns:
+            Prompts with their new tokens, of shape (samples, tokens + new tokens), on every rank.
+
+        Raises:
+            BackendError: an option that changes what is decoded, or no number of tokens.
+
+        Collective: every rank of the group must call this.
+        """
+        decoding = Decoding.of(self.module, max_new_tokens, options)
+        return decode_greedily(self._next_tokens, self._own_names, input_ids, attention_mask, decoding)
+
+    def _next_tokens(self, given: Mapping[str, Any]) -> torch.Tensor:
+        plan = self.pipeline.plan
+        parts, outputs = self._outputs(given)
+        found = torch.empty(batch_shape(given)[0], dtype=torch.int64, device=plan.device)
+        if plan.has_last:
+            found = torch.cat([outputs[number].logits[:, -1].argmax(-1) for number in range(len(parts))])
+        dist.broadcast(found, group=plan.group, group_src=plan.last_rank)
+        return found
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """Context in which this rank's stages have full parameters."""
+        return nullcontext() if self.shards is None else self.shards.gathered()
 
     @property
     def _num_microbatches(self) -> int:
@@ -173,7 +232,8 @@ class PipelinedModel(nn.Module):
         parameter = self.tied.parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad, group=self.tied.group)
+        local = shard_of(parameter.grad)
+        dist.all_reduce(parameter.grad if local is None else local, group=self.tied.group)
 
     def _note_added(self) -> None:
         self.unreduced = True

@@ -1,20 +1,27 @@
-"""Average of the gradients of a pipeline's replicas after each backward."""
+"""Average of the gradients of a pipeline's stages over data-parallel ranks after each backward."""
 
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 
 from accel_backends.ops.averaging import average_tensors
+from accel_backends.parallel.pipeline.shards import complete_gradients
 from accel_backends.pipeline.model import PipelinedModel
+from accel_backends.private import shard_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @final
-class ReplicaReduction:
-    """Averages a model's gradients over the replicas of its pipeline; ``group``: ranks with the same stages."""
+class DataParallelReduction:
+    """Averages a model's gradients over ranks with the same stages and other samples.
 
-    def __init__(self, model: PipelinedModel, group: Any) -> None:
+    ``group``: these ranks. Gradients of sharded stages are reduced to shards.
+    """
+
+    def __init__(self, model: PipelinedModel, group: "ProcessGroup") -> None:
         self._model, self._group = ref(model), group
 
     @property
@@ -23,13 +30,13 @@ class ReplicaReduction:
         return self._model()
 
     def prepare(self, loss: torch.Tensor) -> None:
-        """Does nothing: the gradients of replicas are averaged after the backward."""
+        """Does nothing: gradients are averaged after the backward."""
 
     def finish(self) -> None:
         """Averages the gradients, unless the backward added none, or ran under ``no_sync``.
 
         The mean of gradients that are means already and of later ones is the mean of all. A parameter that another
-        replica has used gets a gradient here too.
+        rank has used gets a gradient here too.
 
         Collective: every rank of the group must call this.
         """
@@ -37,11 +44,15 @@ class ReplicaReduction:
         if model is None or not model.reduced or not model.unreduced:
             return
         model.unreduced = False
+        if model.shards is not None:
+            model.shards.reduce()
+            return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-        used = used.to(model.pipeline.plan.device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
-        for parameter, anywhere in zip(trained, used.tolist(), strict=True):
-            if anywhere and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        average_tensors([parameter.grad for parameter in trained if parameter.grad is not None], self._group)
+        complete_gradients(trained, self._group)
+        average_tensors([_own(one.grad) for one in trained if one.grad is not None], self._group)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor-parallel gradient: the means of the parts are the parts of the mean."""
+    local: torch.Tensor | None = shard_of(tensor)
+    return tensor if local is None else local

@@ -183,7 +183,7 @@ def _manifest(document: Any) -> Manifest:
         created=str(document["created"]),
         world_size=_natural(document["world_size"]),
         files=files,
-        tensors={name: _tensor(name, entry, files) for name, entry in document["tensors"].items()},
+        tensors=_tensors(document["tensors"], files),
         metadata=document["metadata"],
         writer=document["writer"],
         digest=digest,
@@ -219,30 +219,43 @@ def _record(name: str, entry: Any, block: int) -> FileRecord:
     return record
 
 
-def _tensor(name: str, entry: Any, files: Mapping[str, FileRecord]) -> TensorEntry:
-    shape = _naturals(entry["shape"])
-    if entry["dtype"] not in CODES and entry["dtype"] not in RAW:
-        raise ValueError(f"{name}: unknown dtype {entry['dtype']!r}")
-    elements = prod(shape)
-    if len(shape) > 64 or (elements or prod(max(size, 1) for size in shape)) > MAX_ELEMENTS:
-        raise ValueError(f"{name}: shape {shape!r:.100}")
-    covered = 0
-    parts: list[Part] = []
-    for file, key, offset, lengths in entry["parts"]:
-        if file not in files:
-            raise ValueError(f"{name}: is said to be in {file!r:.100}, which is not listed")
-        box = Box(tuple(offset), tuple(lengths))
-        _naturals((*box.offset, *box.shape))
-        fits = len(box.offset) == len(box.shape) == len(shape)
-        if not fits or any([a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)]):
-            raise ValueError(f"{name}: part at {box.offset} of {box.shape} lies outside of {shape}")
-        covered += prod(box.shape)
-        parts.append(Part(file, str(key), box))
-    if covered != elements:
-        raise ValueError(f"{name}: its parts do not make up the shape {shape}")
-    if len(parts) > 1 and overlap([part.box for part in parts]):
+def _tensors(entries: Mapping[str, Any], files: Mapping[str, FileRecord]) -> dict[str, TensorEntry]:
+    """Validates all tensors; equal shapes that are saved in equal boxes are validated once and share their boxes."""
+    known: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        dtype, shape, parts = entry["dtype"], entry["shape"], entry["parts"]
+        if dtype not in CODES and dtype not in RAW:
+            raise ValueError(f"{name}: unknown dtype {dtype!r}")
+        text = repr((shape, [part[2:] for part in parts]))  # unlike the numbers, the text of 1, 1.0 and true differs
+        if text not in known:
+            known[text] = _geometry(name, shape, parts)
+        sizes, boxes = known[text]
+        if unlisted := [part[0] for part in parts if part[0] not in files]:
+            raise ValueError(f"{name}: is said to be in {unlisted[0]!r:.100}, which is not listed")
+        placed = [Part(part[0], str(part[1]), box) for part, box in zip(parts, boxes, strict=True)]
+        found[name] = TensorEntry(dtype, sizes, tuple(placed))
+    return found
+
+
+def _geometry(name: str, shape: Any, parts: Any) -> tuple[tuple[int, ...], list[Box]]:
+    """Returns a tensor's shape and the boxes of its parts, which must fill it without overlaps."""
+    sizes = _naturals(shape)
+    elements = prod(sizes)
+    if len(sizes) > 64 or (elements or prod(max(size, 1) for size in sizes)) > MAX_ELEMENTS:
+        raise ValueError(f"{name}: shape {sizes!r:.100}")
+    boxes: list[Box] = []
+    for _, _, offset, lengths in parts:
+        box = Box(_naturals(offset), _naturals(lengths))
+        fits = len(box.offset) == len(box.shape) == len(sizes)
+        if not fits or any([a + n > size for a, n, size in zip(box.offset, box.shape, sizes, strict=True)]):
+            raise ValueError(f"{name}: part at {box.offset} of {box.shape} lies outside of {sizes}")
+        boxes.append(box)
+    if sum(box.volume for box in boxes) != elements:
+        raise ValueError(f"{name}: its parts do not make up the shape {sizes}")
+    if len(boxes) > 1 and overlap(boxes):
         raise ValueError(f"{name}: its parts overlap")
-    return TensorEntry(str(entry["dtype"]), shape, tuple(parts))
+    return sizes, boxes
 
 
 def _naturals(values: Any) -> tuple[int, ...]:

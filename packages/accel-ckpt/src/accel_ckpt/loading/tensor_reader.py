@@ -137,30 +137,20 @@ class TensorReader:
         return numbers
 
     def _plan(self, target: "_Target", work: "_Work") -> None:
-        size = target.tensor.element_size()
-        filled = 0
-        for box, here in target.share.boxes:
-            same = next((part for part in target.entry.parts if part.box == box), None)
-            for part in target.entry.parts if same is None else (same,):
-                common = box if part is same else part.box.intersect(box)
-                if common is None:
-                    continue
-                volume = common.volume
-                filled += volume
-                span = self.span(part, target.entry)
-                inside = here if common is box else _shift(common, box, here)
-                source, place = _run_start(common, part.box), _run_start(inside, target.share.whole)
-                if source is None or place is None:
-                    first, last = run_start(common, part.box), run_start(_last(common), part.box)
-                    begin, end = span.begin + first * size, span.begin + (last + 1) * size
-                    file = self._files[part.file]
-                    work.mapped.setdefault(part.file, set()).update(file.touched(begin, end))
-                    work.strided.append(partial(_copy, file, begin, end, target, part.box, common, inside))
-                    continue
-                view = target.bytes[place * size : (place + volume) * size]
-                work.ranges.setdefault(part.file, []).append((span.begin + source * size, view))
-        if filled != target.tensor.numel():
+        size, entry = target.tensor.element_size(), target.entry
+        moves = target.share.moves(entry)
+        if sum(move.volume for move in moves) != target.tensor.numel():
             raise CheckpointCorruptError(f"{MANIFEST}: the parts of {target.key!r} overlap or leave gaps")
+        for move in moves:
+            part = entry.parts[move.part]
+            begin = self.span(part, entry).begin + move.source * size
+            if move.place is not None:
+                view = target.bytes[move.place * size : (move.place + move.volume) * size]
+                work.ranges.setdefault(part.file, []).append((begin, view))
+                continue
+            file, end = self._files[part.file], begin + move.reach * size
+            work.mapped.setdefault(part.file, set()).update(file.touched(begin, end))
+            work.strided.append(partial(_copy, file, begin, end, target, part.box, move))
 
 
 @final
@@ -220,12 +210,12 @@ def _run(
     run_jobs(work.strided, threads)
 
 
-def _copy(file: CheckedFile, begin: int, end: int, target: "_Target", outer: Box, common: Box, inside: Box) -> None:
+def _copy(file: CheckedFile, begin: int, end: int, target: "_Target", outer: Box, move: "_Move") -> None:
     """Copies a box that is not contiguous in the mapped file: only the pages that it touches are read."""
     content = torch.frombuffer(file.content(begin, end), dtype=torch.uint8)
     aligned = content if begin % target.tensor.element_size() == 0 else content.clone()
-    saved = torch.as_strided(aligned.view(target.tensor.dtype), common.shape, row_major(outer.shape))
-    target.tensor[inside.within(target.share.whole)].copy_(saved)
+    saved = torch.as_strided(aligned.view(target.tensor.dtype), move.common.shape, row_major(outer.shape))
+    target.tensor[move.inside.within(target.share.whole)].copy_(saved)
 
 
 @final
@@ -242,17 +232,58 @@ class _Work:
 
 @final
 @dataclass(frozen=True, slots=True)
+class _Move:
+    """Elements that a shard takes from one part of a tensor: the box ``common``, which lies at ``inside`` in the shard.
+
+    ``source`` elements of the part lie before the first of them. If they are contiguous both in the part and in the
+    shard, ``place`` elements of the shard lie before them; otherwise ``place`` is None, and from the first to the last
+    of them there are ``reach`` elements of the part.
+    """
+
+    part: int
+    volume: int
+    source: int
+    reach: int
+    place: int | None
+    common: Box
+    inside: Box
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class _Share:
     """This process's shard of a tensor: its local shape, and its boxes, as in ``shard_layout.boxes``."""
 
     shape: tuple[int, ...]
     boxes: Sequence[tuple[Box, Box]]
     whole: Box
+    known: dict[tuple[Box, ...], list[_Move]] = field(default_factory=dict)
+    """Moves by the boxes of the saved parts: most tensors of a shape are saved in the same boxes."""
 
     @classmethod
     def of(cls, layout: Layout) -> "_Share":
         shape = local_shape(layout)
         return cls(shape, boxes(layout), Box((0,) * len(shape), shape))
+
+    def moves(self, entry: TensorEntry) -> list[_Move]:
+        """Returns what to take from the parts of a saved tensor of this shape."""
+        saved = tuple([part.box for part in entry.parts])
+        if saved not in self.known:
+            self.known[saved] = list(self._moves(saved))
+        return self.known[saved]
+
+    def _moves(self, saved: tuple[Box, ...]) -> Iterator[_Move]:
+        for box, here in self.boxes:
+            for part, outer in enumerate(saved):
+                common = box.intersect(outer)
+                if common is None:
+                    continue
+                inside = _shift(common, box, here)
+                source = run_start(common, outer)
+                reach = run_start(_last(common), outer) - source + 1
+                contiguous = is_run(common, outer) and is_run(inside, self.whole)
+                place = run_start(inside, self.whole) if contiguous else None
+                yield _Move(part, common.volume, source, reach, place, common, inside)
 
 
 def _share(key: str, entry: TensorEntry, like: torch.Tensor | None, known: dict[object, _Share]) -> _Share:
@@ -311,13 +342,6 @@ class _Target:
 def _last(box: Box) -> Box:
     """Returns the last element of a box."""
     return Box(tuple(a + n - 1 for a, n in zip(box.offset, box.shape, strict=True)), (1,) * len(box.shape))
-
-
-def _run_start(part: Box, outer: Box) -> int | None:
-    """Returns the number of elements before ``part`` in the memory of ``outer``; None if ``part`` is not contiguous."""
-    if part is outer or part == outer:
-        return 0
-    return run_start(part, outer) if is_run(part, outer) else None
 
 
 def _shift(common: Box, box: Box, here: Box) -> Box:

@@ -45,16 +45,17 @@ def dispatch_model(  # noqa: PLR0913  (the signature that users know)
 
     Modules on "cpu" (if the map has an accelerator) and "disk" compute on ``main_device``, the first accelerator of the
     map or else the CPU; their weights are there only while they do, and the next ones are read meanwhile. Offloaded
-    weights come from ``state_dict``, ``offload_index`` or the index of ``offload_dir``; what none of them has is taken
-    from the model, and what is on disk written to ``offload_dir``. ``resident_bytes`` bounds the offloaded weights that
-    are in memory at a time (default: see :class:`Prefetcher`).
+    weights come from ``state_dict`` or ``offload_index``, or else from the model, and what is on disk is written to
+    ``offload_dir``; what has no memory in the model is read from there. ``resident_bytes`` bounds the offloaded weights
+    that are in memory at a time (default: see :class:`Prefetcher`).
 
     A map with one device moves the model there, without hooks unless ``force_hooks``. The map becomes
     ``model.hf_device_map``.
 
     Raises:
         ValueError: the map lacks a module, or has "disk" without a place for weights.
-        CheckpointMismatchError: a tensor without memory has no offloaded weight.
+        CheckpointMismatchError: a tensor without memory has no offloaded weight, or one of another shape; or
+            ``offload_dir`` has weights of another model.
     """
     check_device_map(model, device_map)
     places = {str(device) for device in device_map.values()}
@@ -142,15 +143,12 @@ def _offloaded_weights(
         )
     index = dict(offload_index) if offload_index is not None else read_offload_index(offload_dir) if offload_dir else {}
     host = dict(state_dict or {})
-    lacking = {name: tensor for name, tensor in on_disk.items() if name not in index and name not in host}
-    if (
-        written := {name: tensor for name, tensor in lacking.items() if not tensor.is_meta}
-    ) and offload_dir is not None:
+    given = {*host, *(offload_index or ())}
+    held = {name: tensor for name, (tensor, _) in wanted.items() if name not in given and not tensor.is_meta}
+    if offload_dir is not None and (written := {name: held[name] for name in held if name in on_disk}):
         offload_state_dict(offload_dir, written)
         index |= {name: entry for name, entry in read_offload_index(offload_dir).items() if name in written}
-    for name, (tensor, device) in wanted.items():
-        if device == "cpu" and name not in index and not tensor.is_meta:
-            host.setdefault(name, tensor.detach().cpu())
+    host |= {name: tensor.detach().cpu() for name, tensor in held.items() if name not in on_disk}
     if missing := [name for name in missing_weights(model, {**host, **index}) if name in wanted]:
         raise CheckpointMismatchError(
             f"{', '.join(missing[:8])} have no memory and no offloaded weight; load the checkpoint into the model first"

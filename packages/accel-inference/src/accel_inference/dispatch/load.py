@@ -9,9 +9,8 @@ from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.hooks.align import DeviceLike
 from accel_inference.placement.auto_map import infer_auto_device_map
 from accel_inference.placement.budgets import DeviceName, get_balanced_memory
-from accel_inference.weights.checkpoint_files import PathLike
-from accel_inference.weights.loading import load_checkpoint_in_model, missing_weights
-from accel_inference.weights.offload_folder import read_offload_index
+from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
+from accel_inference.weights.loading import load_weights, missing_weights, refuse_sharded
 from accel_state.errors import CheckpointMismatchError
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -57,20 +56,17 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
             dtype=dtype,
             offload_buffers=offload_buffers,
         )
-    load_checkpoint_in_model(
+    refuse_sharded(broadcast_from_rank0 or not full_state_dict)
+    offloaded = load_weights(
         model,
-        checkpoint,
+        checkpoint_weights(checkpoint),
         device_map=device_map,
         offload_folder=offload_folder,
         dtype=dtype,
-        offload_state_dict=bool(offload_state_dict),
         offload_buffers=offload_buffers,
         strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
         mapped=mapped,
     )
-    offloaded = read_offload_index(offload_folder) if offload_folder is not None else {}
     if missing := missing_weights(model, offloaded):
         raise CheckpointMismatchError(f"{checkpoint} lacks weights of the model: {', '.join(missing[:8])}")
     if device_map is None:
@@ -79,6 +75,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
         model,
         device_map,
         offload_dir=offload_folder,
+        offload_index=offloaded,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,

@@ -1,7 +1,6 @@
 """Offload of all weights of a model: to host memory, to a folder, or in turns with other models."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from accel_inference.hooks.turns import CpuOffload, UserCpuOffloadHook
 from accel_inference.module_tensors.ties import find_tied_parameters, retie_parameters
 from accel_inference.prefetch.weights_map import OffloadedWeightsLoader
 from accel_inference.weights.checkpoint_files import PathLike
-from accel_inference.weights.offload_folder import INDEX, offload_state_dict
+from accel_inference.weights.offload_folder import offload_state_dict
 
 
 def cpu_offload(
@@ -47,11 +46,15 @@ def disk_offload(
 ) -> nn.Module:
     """Keeps all weights in a folder, and each on ``execution_device`` only while its module computes.
 
-    The weights are written to ``offload_dir`` unless it has an index already. ``execution_device`` defaults to that of
-    the first parameter, ``resident_bytes`` to what :class:`Prefetcher` says.
+    The weights that the model has are written to ``offload_dir`` unless they are there already; those of tensors on the
+    meta device must be there. ``execution_device`` defaults to that of the first parameter, ``resident_bytes`` to what
+    :class:`Prefetcher` says.
+
+    Raises:
+        CheckpointMismatchError: the folder has weights of another model, or lacks some.
+        CheckpointError: a file cannot be written.
     """
-    if not (Path(offload_dir) / INDEX).is_file():
-        offload_state_dict(offload_dir, model.state_dict())
+    offload_state_dict(offload_dir, {name: one for name, one in model.state_dict().items() if not one.is_meta})
     weights = OffloadedWeightsLoader(save_folder=offload_dir, resident_bytes=resident_bytes)
     return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)
 

@@ -21,7 +21,6 @@ from accel_inference.quantization.quantizer import Quantizer
 from accel_inference.quantization.selection import quantized_modules
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
 from accel_inference.weights.loading import load_weights, missing_weights
-from accel_inference.weights.offload_folder import read_offload_index
 from accel_inference.weights.reading import read_in_order
 from accel_inference.weights.sources import Weight
 from accel_state.errors import CheckpointMismatchError
@@ -54,6 +53,7 @@ def load_and_quantize_model(
     """
     config = bnb_quantization_config
     quantizer = _quantizer(config)
+    offloaded: dict[str, Any] | None = None
     places = _places(model, config, device_map, max_memory, no_split_module_classes)
     chosen = {name: one for name, one in quantized_modules(model, config, places).items() if quantizer.takes(one)}
     if weights_location is None:
@@ -62,15 +62,14 @@ def load_and_quantize_model(
     else:
         sources = checkpoint_weights(weights_location)
         layers = {name: _replaced(model, name, quantizer.layer(linear)) for name, linear in chosen.items()}
-        _load(model, quantizer, layers, sources, config, places, offload_folder)
-        offloaded = read_offload_index(offload_folder) if offload_folder is not None else {}
+        offloaded = _load(model, quantizer, layers, sources, config, places, offload_folder)
         if missing := missing_weights(model, offloaded):
             raise CheckpointMismatchError(f"{weights_location} lacks weights of the model: {', '.join(missing[:8])}")
     if isinstance(config, BnbQuantizationConfig):
         flags: Any = model
         flags.is_loaded_in_8bit, flags.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
     if places is not None and len({str(device) for device in places.values()}) > 1:
-        return dispatch_model(model, places, offload_dir=offload_folder)
+        return dispatch_model(model, places, offload_dir=offload_folder, offload_index=offloaded)
     if places is not None:
         model.hf_device_map = dict(places)  # type: ignore[assignment]
     return model
@@ -149,14 +148,14 @@ def _load(
     config: QuantizationConfig,
     places: DeviceMap | None,
     offload_folder: PathLike | None,
-) -> None:
-    """Loads the weights of quantized layers, then the others."""
+) -> dict[str, Any]:
+    """Loads the weights of quantized layers after the others; returns the entries of what is on disk."""
     beside = {name: quantizer.saved_names(name, sources) for name in layers}
     own = {f"{name}.weight": sources[f"{name}.weight"] for name in layers if f"{name}.weight" in sources}
     taken = {*own, *(one for names in beside.values() for one in names)}
     rest = {name: source for name, source in sources.items() if name not in taken}
     _check_shapes(layers, own, beside)
-    load_weights(
+    offloaded = load_weights(
         model,
         rest,
         device_map=places,
@@ -174,6 +173,7 @@ def _load(
         layer.weight = (
             quantizer.weight(layer, value, device) if whole else quantizer.restored(layer, value, saved, device)
         )
+    return offloaded
 
 
 def _check_shapes(

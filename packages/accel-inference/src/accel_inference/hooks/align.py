@@ -139,7 +139,9 @@ class AlignDevicesHook(ModelHook):
                     f"the offloaded weights lack {', '.join(prefix + name for name in lacking)} of a "
                     f"{type(module).__name__}; they have {', '.join(sorted(dataset)[:8])}, ..."
                 )
-            self._block = prefetcher, prefetcher.add({name: dataset.source(prefix + name) for name in names})
+            shapes = {name: tensor.shape for name, tensor in self._tensors(module, buffers=True)}
+            sources = {name: dataset.source(prefix + name, shape=shapes[name]) for name in names}
+            self._block = prefetcher, prefetcher.add(sources)
         return self._block
 
     def _offloaded_names(self, module: nn.Module) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from accel_inference.prefetch.prefetcher import Prefetcher
 from accel_inference.weights.offload_folder import indexed_weight, read_offload_index
 from accel_inference.weights.sources import FileWeight, HostWeight, Source
+from accel_state.errors import CheckpointMismatchError
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
@@ -63,14 +64,23 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             if found is not None:
                 self._aliases.update({name: found for name in group if name not in self})
 
-    def source(self, name: str) -> Source:
-        """Where a weight lies.
+    def source(self, name: str, *, shape: Sequence[int] | None = None) -> Source:
+        """Where a weight lies, which must have ``shape`` if that is given.
 
         Raises:
             KeyError: there is no such weight.
             CheckpointError: its file is missing, or does not hold it.
+            CheckpointMismatchError: it has another shape.
         """
-        name = self._aliases.get(name, name)
+        found = self._source(self._aliases.get(name, name))
+        if shape is not None and tuple(shape) != found.shape:
+            raise CheckpointMismatchError(
+                f"{name} is {list(found.shape)} among the offloaded weights and {list(shape)} in the model: they are "
+                "those of another model"
+            )
+        return found
+
+    def _source(self, name: str) -> Source:
         if name in self.state_dict:
             return HostWeight(self.state_dict[name])
         return indexed_weight(name, self.index[name], self.save_folder, self._headers)

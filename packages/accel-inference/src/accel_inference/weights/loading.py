@@ -64,11 +64,7 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
         CheckpointMismatchError: a weight has another shape; with ``strict`` also another set of names.
         CheckpointError: a file is corrupt, cannot be read, or would run code when it is read.
     """
-    if offload_8bit_bnb or broadcast_from_rank0 or not full_state_dict:
-        raise ValueError(
-            "offload_8bit_bnb, broadcast_from_rank0 and full_state_dict=False are not served here; to load a model "
-            "that is sharded over ranks, use Accelerator.load_model"
-        )
+    refuse_sharded(offload_8bit_bnb or broadcast_from_rank0 or not full_state_dict)
     load_weights(
         model,
         checkpoint_weights(checkpoint),
@@ -80,6 +76,15 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
         strict=strict,
         mapped=mapped,
     )
+
+
+def refuse_sharded(asked: bool) -> None:
+    """Refuses arguments that are served elsewhere, if one of them is given."""
+    if asked:
+        raise ValueError(
+            "offload_8bit_bnb, broadcast_from_rank0 and full_state_dict=False are not served here; to load a model "
+            "that is sharded over ranks, use Accelerator.load_model"
+        )
 
 
 def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
@@ -94,8 +99,12 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     strict: bool = False,
     mapped: bool = False,
     besides: Collection[str] = (),
-) -> None:
-    """Does what :func:`load_checkpoint_in_model` says with weights by name; the caller loads those in ``besides``."""
+) -> dict[str, Any]:
+    """Does what :func:`load_checkpoint_in_model` says with weights by name; the caller loads those in ``besides``.
+
+    Returns the entries of the weights on disk: the index of the folder may have others, or have them no more when
+    another process has loaded another checkpoint.
+    """
     ties = find_tied_parameters(model)
     _check_config(model, ties, device_map)
     targets = _targets(model)
@@ -122,6 +131,7 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
     retie_parameters(model, ties)
+    return index
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ bytes; or the safetensors file that holds it, and its name and dtype there.
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +19,13 @@ from accel_inference.module_tensors.access import set_module_tensor_to_device
 from accel_inference.module_tensors.dtypes import proper_dtype
 from accel_inference.weights.safetensors_header import read_header
 from accel_inference.weights.sources import FileWeight, HostWeight, WeightFile
-from accel_state.errors import CheckpointCorruptError, CheckpointError
+from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 Entry = Mapping[str, Any]
 Folder = str | os.PathLike[str]
 INDEX = "index.json"
+_PART = 2**24
+"""Bytes that are compared at a time."""
 
 
 def offload_weight(
@@ -32,24 +33,62 @@ def offload_weight(
 ) -> dict[str, Any]:
     """Writes a weight into an offload folder, adds it to ``index`` and returns that.
 
+    A file that has the weight's bytes already stays: models and processes with the same weights share a folder.
+
     Raises:
+        CheckpointMismatchError: the folder has a weight of this name with other bytes.
         CheckpointError: the file cannot be written: the folder is missing or its disk full.
     """
     index = {} if index is None else index
     target = Path(offload_folder) / f"{weight_name}.dat"
+    host = weight.detach().cpu().contiguous()
+    content = host.reshape(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8)
     staging = _staging(target)
     try:
-        with staging.open("wb") as file:
-            host = weight.detach().cpu().contiguous()
-            if host.numel():
-                file.write(host.reshape(-1).view(torch.uint8).numpy().data)
-        staging.replace(target)
+        if not _holds(target, content):
+            with staging.open("wb") as file:
+                file.write(content.numpy().data)
+            if not _make(target, staging) and not _holds(target, content):
+                staging.replace(target)
     except OSError as error:
-        staging.unlink(missing_ok=True)
         size = weight.numel() * weight.element_size()
         raise CheckpointError(f"cannot offload {weight_name} ({size} bytes) to {offload_folder}: {error}") from error
+    finally:
+        staging.unlink(missing_ok=True)
     index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index
+
+
+def _holds(target: Path, content: Tensor) -> bool:
+    """Whether a file exists, with these bytes.
+
+    Raises:
+        CheckpointMismatchError: it exists with others.
+    """
+    try:
+        with target.open("rb", buffering=0) as file:
+            same = os.fstat(file.fileno()).st_size == content.numel() and all(
+                torch.equal(part, torch.frombuffer(bytearray(file.read(len(part))), dtype=torch.uint8))
+                for part in content.split(_PART)
+                if len(part)
+            )
+    except FileNotFoundError:
+        return False
+    if not same:
+        raise CheckpointMismatchError(
+            f"{target} has other bytes than this model's {target.name.removesuffix('.dat')}: another model's, perhaps "
+            f"in use. Give each model an offload folder of its own, or delete {target.parent} first"
+        )
+    return True
+
+
+def _make(target: Path, staging: Path) -> bool:
+    """Gives a file its name unless a file has that; False also if the file system has no hard links."""
+    try:
+        target.hardlink_to(staging)
+    except OSError:
+        return False
+    return True
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: Folder) -> None:
@@ -75,14 +114,18 @@ def read_offload_index(offload_folder: Folder) -> dict[str, Any]:
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
-    """Writes all weights of a state dict into an offload folder, which is made; names of one tensor share a file."""
+    """Writes all weights of a state dict into an offload folder, which is made; names of one tensor share a file.
+
+    Raises:
+        CheckpointMismatchError: the folder has a weight of one of the names with other bytes.
+        CheckpointError: a file cannot be written.
+    """
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     written: dict[Hashable, str] = {}
     for name, weight in state_dict.items():
         key = HostWeight(weight).key
-        if weight.device.type == "cpu" and key in written:
-            _link(Path(save_dir), written[key], name)
+        if weight.device.type == "cpu" and key in written and _link(Path(save_dir), written[key], name):
             index[name] = index[written[key]]
             continue
         offload_weight(weight, name, save_dir, index)
@@ -95,14 +138,13 @@ def _staging(target: Path) -> Path:
     return target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
 
 
-def _link(folder: Path, first: str, name: str) -> None:
-    """Makes the file of ``first`` that of ``name``, too."""
-    target = folder / f"{name}.dat"
-    target.unlink(missing_ok=True)
+def _link(folder: Path, first: str, name: str) -> bool:
+    """Makes the file of ``first`` that of ``name``, too; False if that has a file, or without hard links."""
     try:
-        target.hardlink_to(folder / f"{first}.dat")
-    except OSError:  # a file system without hard links
-        shutil.copyfile(folder / f"{first}.dat", target)
+        (folder / f"{name}.dat").hardlink_to(folder / f"{first}.dat")
+    except OSError:
+        return False
+    return True
 
 
 def indexed_weight(

@@ -42,7 +42,9 @@ class StepGradients:
         self._parameters = dict(names)
         self._held: dict[int, torch.Tensor] = {}
         self._usual: torch.Tensor | None = None
-        self.spread = backend.layout.degrees[1] > 1 or backend.layout.shared_degrees.get("tp", 1) > 1
+        shared = backend.layout.shared_degrees
+        # Stages of a pipeline have other parameters on each rank, so that their norms are not added up.
+        self.spread = (backend.layout.degrees[1] > 1 or shared.get("tp", 1) > 1) and shared.get("pp", 1) == 1
         self._handles = [
             backend.gradients.watch(optimizer, self._held.update)
             for optimizer in optimizers
@@ -53,30 +55,40 @@ class StepGradients:
         """Drops the gradients at the end of a step."""
         self._held.clear()
 
-    def note(self) -> None:
-        """Records the current gradient norms as usual. Does not wait for a device, and is not a collective."""
-        squares = self._squares()
+    def note(self, squares: torch.Tensor | None = None) -> None:
+        """Records ``squares``, or the current ones, as usual. Does not wait for a device, and is not a collective."""
+        squares = self.squares() if squares is None else squares
         self._usual = self._usual if squares is None else squares
 
-    def nonfinite(self) -> str:
+    def nonfinite(self, squares: torch.Tensor | None = None) -> str:
         """Names the first ten parameters whose gradients hold nan or inf; waits for devices.
+
+        Args:
+            squares: squared norms of an earlier step, to be examined in place of the current gradients.
 
         Collective: every rank of the group must call this. It is local if gradients are not sharded.
         """
         from accel_backends.ops.clip import listed
 
+        if squares is not None:
+            worst = self._summed((~squares.isfinite()).float())
+            return listed([name for name, one in zip(self._parameters, worst.tolist(), strict=True) if one])
         found = self._found()
         good = dict(zip(found, self._backend.gradients.finite(list(found.values())), strict=True))
         bad = torch.tensor([not good.get(name, True) for name in self._parameters], dtype=torch.float32)
         return listed([name for name, worst in zip(self._parameters, self._summed(bad).tolist(), strict=True) if worst])
 
-    def grown(self, count: int = 3) -> str:
+    def grown(self, squares: torch.Tensor | None = None, count: int = 3) -> str:
         """Names the parameters whose gradient norms grew most since ``note``, with the factors.
+
+        Args:
+            squares: squared norms to be compared; None: the current ones.
+            count: number of parameters.
 
         Collective: every rank of the group must call this. It is local if gradients are not sharded.
         """
         nothing = torch.zeros(len(self._parameters))
-        squares = self._squares()
+        squares = self.squares() if squares is None else squares
         both = [nothing if one is None else one.to("cpu") for one in (self._usual, squares)]
         usual, now = self._summed(torch.stack(both)).nan_to_num(torch.inf, torch.inf).sqrt()
         times = {
@@ -92,7 +104,7 @@ class StepGradients:
         here = {name: self._held.get(id(one), one.grad) for name, one in self._parameters.items()}
         return {name: _local(one) for name, one in here.items() if one is not None}
 
-    def _squares(self) -> torch.Tensor | None:
+    def squares(self) -> torch.Tensor | None:
         """Squared norm of this rank's shard of each parameter's gradient; None if there are no gradients."""
         found = self._found()
         if not found:

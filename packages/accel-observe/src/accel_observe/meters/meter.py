@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel_observe.meters.gradients import StepGradients
 from accel_observe.meters.health import KINDS, Kind, LossWatch, Trouble, worst_of_others
+from accel_observe.meters.late_loss import LateLoss, LossFacts, Place
 from accel_observe.meters.observed_run import ObservedRun
 from accel_observe.meters.phases import COMPUTE, DATA, GradientWait, PhaseClock, shares
 from accel_observe.meters.stragglers import Straggler, find_stragglers
@@ -28,7 +29,8 @@ class Reading:
         shares: fractions of this rank's time, by phase; they add up to 1.
         mfu: model FLOPs utilization, as a fraction of the devices' peak; None if unknown.
         goodput: fraction of the time since the run's first start that was spent on steps that still count.
-        memory: peak memory of tensors on the device since the previous reading; on a CPU, memory of the process.
+        memory: peak memory of tensors on the device, since the process began or ``torch.accelerator`` was last told to
+            reset its peak; on a CPU, memory of the process.
     """
 
     step: int
@@ -90,8 +92,11 @@ class Meter:
         self.stragglers: tuple[Straggler, ...] = ()
         self.last: Reading | None = None
         self._losses: list[Any] = []
+        # On an accelerator, the loss of a step is looked at after the next one.
+        self._late = not on_host
+        self._pending: LateLoss | None = None
         self._samples = self._tokens = 0
-        self._place: tuple[int, int, int] | None = None
+        self._place: Place | None = None
         self._first: tuple[int, int] | None = None
         self._mark = (self.clock.now(), self.clock.read(), self.steps)
 
@@ -113,6 +118,7 @@ class Meter:
                 before = self._count(loader, batch, before)
                 yield batch
         finally:
+            self._settle_alone()
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
@@ -142,7 +148,8 @@ class Meter:
         """Ends a step. Every few steps, makes and logs a reading, and compares the ranks.
 
         Checks ``loss`` if it is given: an anomaly is reported with the step, the samples and the parameters; anomalies
-        of other ranks are reported with the next reading.
+        of other ranks are reported with the next reading. On an accelerator, a loss is looked at after the step that
+        follows it, or with the next reading, so that the loop does not wait for the device.
 
         Collective: every rank of the group must call this.
         """
@@ -153,40 +160,62 @@ class Meter:
             value = loss.detach().clone() if hasattr(loss, "detach") else loss
             self._losses.append(value)
             if self._loss_watch is not None:
-                self._look_at(float(value), self._loss_watch)
+                self._watch(value)
         self._first = None
         reading = None if self.steps % self._every else self.read()
         self._gradients.forget()
         return reading
 
-    def _look_at(self, loss: float, watch: LossWatch) -> None:
-        found = watch.check(loss)
+    def _watch(self, loss: Any) -> None:
+        """Looks at a loss that is on the host, or at the previous one while this one is copied."""
+        if not self._late or not hasattr(loss, "device"):
+            self._look_at(float(loss), LossFacts(self.steps, self._place))
+            return
+        self._settle()
+        self._pending = LateLoss(loss, LossFacts(self.steps, self._place, self._gradients.squares()))
+
+    def _settle(self) -> None:
+        """Looks at the loss that is being copied, if there is one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._look_at(pending.read(), pending.facts)
+
+    def _settle_alone(self) -> None:
+        """Settles at the end of a loop or meter, where other ranks may not be; with sharded gradients they need to."""
+        if not self._gradients.spread:
+            self._settle()
+
+    def _look_at(self, loss: float, facts: LossFacts) -> None:
+        assert self._loss_watch is not None
+        found = self._loss_watch.check(loss)
         kinds = self._kinds(found)
-        if not kinds and self.steps % self._every == 0:
-            self._gradients.note()
+        squares = facts.squares
+        if not kinds and facts.step % self._every == 0:
+            self._gradients.note(squares)
         looks = {"nonfinite": self._gradients.nonfinite, "spike": self._gradients.grown}
-        named = {kind: looks[kind]() for kind in kinds}
+        named = {kind: looks[kind](squares) for kind in kinds}
         if found is None:
             return
         kind, usual = found
         parameters = named[kind]
-        epoch, samples = (None, None) if self._place is None else (self._place[0], self._place[1:])
+        epoch, samples = (None, None) if facts.place is None else (facts.place[0], facts.place[1:])
         rank = self._run.session.rank
-        trouble = Trouble(kind, self.steps, loss, usual, parameters, epoch, samples, rank)
+        trouble = Trouble(kind, facts.step, loss, usual, parameters, epoch, samples, rank)
         self._untold.append(trouble)
         self._tell(trouble)
 
     def _kinds(self, found: "tuple[Kind, float] | None") -> "list[Kind]":
         """Kinds of anomaly for which gradients are examined: any rank's if gradients are sharded; if not, this rank's.
 
-        Sharded gradients cost one small all-reduce in each step.
+        Sharded gradients cost one small all-reduce in each step, of host memory if losses are looked at late.
         """
         own = [kind for kind in KINDS if found is not None and found[0] == kind]
         if not self._gradients.spread:
             return own
         import torch
 
-        flags = torch.tensor([float(kind in own) for kind in KINDS], device=self._run.session.device.torch)
+        device = torch.device("cpu") if self._late else self._run.session.device.torch
+        flags = torch.tensor([float(kind in own) for kind in KINDS], device=device)
         return [kind for kind, any_of in zip(KINDS, self._run.session.reduce(flags).tolist(), strict=True) if any_of]
 
     def _tell(self, trouble: Trouble) -> None:
@@ -199,6 +228,7 @@ class Meter:
 
         Collective: every rank of the group must call this.
         """
+        self._settle()
         then, seconds_then, steps_then = self._mark
         seconds = self.clock.read()
         now, steps = self.clock.now(), self.steps
@@ -257,7 +287,8 @@ class Meter:
                 run.log.event("straggler", step=self.last.step, rank=one.rank, phase=one.phase, text=str(one))
 
     def close(self) -> None:
-        """Removes the hooks on gradients."""
+        """Looks at the last loss, and removes the hooks on gradients."""
+        self._settle_alone()
         self._waits.remove()
         self._gradients.remove()
 
@@ -286,17 +317,16 @@ def host_memory() -> int:
 
 
 def device_memory(device: Any) -> int:
-    """Peak bytes of tensors on an accelerator since the last call; on a CPU, memory of the process.
+    """Peak bytes of tensors on an accelerator, as torch counts it; on a CPU, memory of the process.
 
-    0 for devices whose allocator torch does not observe (mps, some plugins).
+    The peak is not reset here, because the user's own measurements would lose theirs. 0 for devices whose allocator
+    torch does not observe (mps, some plugins).
     """
     if device.type == "cpu":
         return host_memory()
     import torch
 
     try:
-        peak = int(torch.accelerator.max_memory_allocated(device))
-        torch.accelerator.reset_peak_memory_stats(device)
+        return int(torch.accelerator.max_memory_allocated(device))
     except (RuntimeError, AssertionError):
         return 0
-    return peak

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Outermost first: the axis with the least communication is outermost. The last axis varies fastest with the rank, so
 # that tensor-parallel ranks are neighbours.
-MESH_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-_DATA_AXES: Final = ("dp_replicate", "dp_shard")
+MESH_AXES: Final = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
+_DATA_AXES: Final = ("dp_replicate", "dp_shard", "ep")
 
 
 @final
@@ -50,6 +50,8 @@ class DataShard:
 class ParallelismConfig:
     """Degrees of parallelism; their product is the world size.
 
+    Expert-parallel ranks (``ep_size``) read different samples, as data-parallel ranks do.
+
     A size of None is read from ``PARALLELISM_CONFIG_<NAME>_SIZE`` (default 1), a backend of None from
     ``PARALLELISM_CONFIG_CP_BACKEND`` ("torch") and ``..._SP_BACKEND`` ("deepspeed"), whose defaults stand for any
     backend that serves the axis. The handlers hold the options of an axis; a missing handler is created with its
@@ -70,6 +72,7 @@ class ParallelismConfig:
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
+    ep_size: int | None = None
     _mesh: "dict[str, DeviceMesh | None]" = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -154,7 +157,9 @@ class ParallelismConfig:
         """
         fitted = self.fitted(topology.world_size)
         place = fitted.coordinates(topology.rank)
-        index = place["dp_replicate"] * fitted.size("dp_shard") + place["dp_shard"]
+        index = 0
+        for axis in _DATA_AXES:
+            index = index * fitted.size(axis) + place[axis]
         return DataShard(index, fitted.data_parallel_size)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -249,12 +254,12 @@ class ParallelismConfig:
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Axes over which FSDP shards parameters."""
-        return self._active("dp_shard", "cp")
+        return self._active("dp_shard", "ep", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Axes over which the loss is averaged."""
-        return self._active("dp_replicate", "dp_shard", "cp")
+        return self._active("dp_replicate", "dp_shard", "ep", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -310,6 +315,11 @@ class ParallelismConfig:
     def pp_enabled(self) -> bool:
         """Whether the model is split into pipeline stages."""
         return self.size("pp") > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether experts are divided among ranks."""
+        return self.size("ep") > 1
 
     @property
     def _groups_elsewhere(self) -> bool:

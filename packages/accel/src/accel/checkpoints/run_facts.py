@@ -20,7 +20,7 @@ CONFIG_KEY, TOPOLOGY_KEY, STRATEGY_KEY, NUMBERS_KEY = "config", "topology", "str
 _TOPOLOGY = ("world_size", "local_world_size", "num_nodes", "launcher")
 _PRECISION, _STEPS = "mixed_precision", "gradient_accumulation_steps"
 _LOADING = ("split_batches", "global_batch_size", "even_batches")
-_DEGREES = ("tp_size", "cp_size", "sp_size")
+_DEGREES = ("tp_size", "cp_size", "sp_size", "ep_size")
 _SHARDS, _PROCESSES = "data_shards", "number of processes"
 # Entries that change the results by rounding only.
 _ROUNDING = frozenset([*_DEGREES, "strategy", "accel", "torch"])

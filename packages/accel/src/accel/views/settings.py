@@ -376,6 +376,11 @@ class SettingViews(ABC):
         return layout.sharded_buffers(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     @property
+    def expert_parallel_rank(self) -> int:
+        """Index of this process in its expert-parallel group; 0 without expert parallelism."""
+        return self._along("ep")
+
+    @property
     def pipeline_parallel_rank(self) -> int:
         """Index of this process's pipeline stage; 0 without pipeline parallelism."""
         return self._along("pp")

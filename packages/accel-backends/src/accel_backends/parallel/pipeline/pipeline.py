@@ -11,8 +11,9 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import ScheduleGPipe
 
+from accel_backends.parallel.pipeline.faults import Faults, FaultTolerantStage
 from accel_backends.parallel.pipeline.schedules import ScheduleKind
 from accel_backends.parallel.pipeline.stages import Feed, Stage
 
@@ -22,13 +23,17 @@ _FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F"})
 @final
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Where the stages of a pipeline are: ``held`` by this rank, ``num_stages`` on all ranks of ``group``."""
+    """Where the stages of a pipeline are: ``held`` by this rank, ``num_stages`` on all ranks of ``group``.
+
+    ``together``: ranks that train together, of all replicas of the pipeline; None: torch's default group.
+    """
 
     held: Sequence[int]
     num_stages: int
     group: dist.ProcessGroup
     kind: ScheduleKind
     device: torch.device
+    together: dist.ProcessGroup | None = None
 
     @property
     def last_rank(self) -> int:
@@ -54,29 +59,38 @@ class Pipeline:
         self.stages, self.plan = stages, plan
         # By whether there is a backward: the shape of the micro-batches, and the schedule with buffers of that shape.
         self._schedules: dict[bool, tuple[object, Any]] = {}
+        self._parts: dict[bool, list[FaultTolerantStage]] = {}
 
     def run(self, feed: Feed, *, backward: bool) -> None:
         """Computes the forwards of all micro-batches, and with ``backward`` the gradients of the sum of their losses.
 
         Gradients are added to those that are there.
 
-        Collective: every rank of the group must call this.
+        Collective: every rank of the group must call this, and with ``backward`` those of all replicas.
+
+        Raises:
+            Exception: that of a stage of this rank.
+            CollectiveError: a stage of another rank failed; names the rank and the stage.
         """
+        faults = Faults()
         for stage in self.stages:
-            stage.feed = feed
+            stage.feed, stage.faults = feed, faults
         schedule = self._schedule(feed, backward)
+        for part in self._parts[backward]:
+            part.faults = faults
         numbers = torch.arange(len(feed.inputs))
         given = (numbers,) if any(stage.first for stage in self.stages) else ()
         target = numbers if backward and self.plan.has_last else None
         try:
             with torch.set_grad_enabled(backward):
                 schedule.step(*given, target=target, return_outputs=False, number=numbers)
+            faults.agree(self.plan.together if backward else self.plan.group)
         except BaseException:
             self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
             raise
         finally:
             for stage in self.stages:
-                stage.feed = None
+                stage.feed = stage.faults = None
 
     def _schedule(self, feed: Feed, backward: bool) -> Any:
         """The schedule of the last run if shapes are the same, because its buffers have these shapes."""
@@ -85,10 +99,10 @@ class Pipeline:
         if known is not None and known[0] == key:
             return known[1]
         plan = self.plan
-        parts = []
+        parts: list[FaultTolerantStage] = []
         for stage, index in zip(self.stages, plan.held, strict=True):
             examples: dict[str, Any] = stage.example_tensors(feed.shape, backward=backward)
-            parts.append(PipelineStage(stage, index, plan.num_stages, plan.device, group=plan.group, **examples))
+            parts.append(FaultTolerantStage(stage, index, plan.num_stages, plan.device, group=plan.group, **examples))
         several = plan.num_stages > dist.get_world_size(plan.group)
         made_by: type[Any] = plan.kind.made_by if backward or several else ScheduleGPipe
         # torch's own scaling would divide the gradients of earlier micro-batches of an accumulation window again.
@@ -100,7 +114,7 @@ class Pipeline:
         )
         if several and not backward:
             _leave_out_backwards(schedule)
-        self._schedules[backward] = key, schedule
+        self._schedules[backward], self._parts[backward] = (key, schedule), parts
         return schedule
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_backends.parallel.pipeline.causal_lm import CausalLM
+from accel_backends.parallel.pipeline.faults import Faults
 from accel_state.errors import BackendError
 
 InPrecision = Callable[[nn.Module], nn.Module]
@@ -60,7 +61,7 @@ def make_stages(
 
     The model keeps its modules; the first and the last block of each stage get a hook.
     """
-    return [Stage(whole, ranges[index], in_precision) for index in held]
+    return [Stage(whole, index, ranges[index], in_precision) for index in held]
 
 
 def drop_other_stages(whole: CausalLM, ranges: Sequence[range], held: Collection[int]) -> None:
@@ -141,9 +142,11 @@ class Stage(nn.Module):
     the result.
     """
 
-    def __init__(self, whole: CausalLM, mine: range, in_precision: InPrecision) -> None:
+    def __init__(self, whole: CausalLM, number: int, mine: range, in_precision: InPrecision) -> None:
         super().__init__()
-        blocks = whole.blocks
+        blocks, self.number = whole.blocks, number
+        self.faults: Faults | None = None
+        self._features = _features(whole)
         self.first, self.last = mine.start == 0, mine.stop == len(blocks)
         self.feed: Feed | None = None
         base = _shell(whole.base)
@@ -172,9 +175,18 @@ class Stage(nn.Module):
             blocks[mine.stop - 1].register_forward_hook(self._keep_output)
 
     def forward(self, given: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
-        """Computes the stage for the micro-batch of this number."""
+        """Computes the stage for the micro-batch of this number; zeros after an error of this rank."""
+        assert self.faults is not None
+        if self.faults.error is None:
+            try:
+                return self._computed(given, int(number))
+            except Exception as error:
+                self.faults.note(error, self.number, f"forward of micro-batch {int(number)}")
+        self._received = self._sent = None
+        return self._zeros(given)
+
+    def _computed(self, given: torch.Tensor, index: int) -> torch.Tensor:
         assert self.feed is not None
-        index = int(number)
         inputs = dict(self.feed.inputs[index])
         for source, own in self.__dict__["_sources"]:
             own.training = source.training
@@ -195,6 +207,19 @@ class Stage(nn.Module):
         traits = (_Traits.of(given, shapes[0]), _Traits.of(result, shapes[1]))
         self._traits[torch.is_grad_enabled()] = traits
         return result
+
+    def _zeros(self, given: torch.Tensor) -> torch.Tensor:
+        """Zeros like the result, with a graph to what was given."""
+        assert self.feed is not None
+        _, known = self._traits.get(torch.is_grad_enabled(), (None, None))
+        if self.first:
+            trained = torch.is_grad_enabled()
+            shape = (1,) if self.last else (*self.feed.shape, *(known.rest if known else self._features[0]))
+            dtype = known.dtype if known else self._features[1]
+            return torch.zeros(shape, dtype=dtype, device=given.device, requires_grad=trained) * 1
+        result = (given * 0).nan_to_num()
+        result = result.sum().reshape(1) if self.last else result
+        return result.to(known.dtype) if known else result
 
     def example_tensors(self, shape: tuple[int, ...], *, backward: bool) -> dict[str, torch.Tensor]:
         """Tensors without values like the input and the result of the stage for micro-batches of ``shape``.
@@ -226,6 +251,12 @@ class Stage(nn.Module):
                 "the next pipeline stage receives"
             )
         self._sent = sent
+
+
+def _features(whole: CausalLM) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape, without samples and tokens, and dtype of the embeddings, which blocks keep."""
+    weight = cast(Any, whole.model).get_input_embeddings().weight
+    return tuple(weight.shape[1:]), weight.dtype
 
 
 def _shell(module: nn.Module) -> nn.Module:

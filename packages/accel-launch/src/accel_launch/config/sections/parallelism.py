@@ -71,3 +71,6 @@ class ParallelismSettings:
         None, _degree("SP_ATTN_IMPLEMENTATION", "Attention, like sdpa.", needs=f"{_PREFIX}sp_size")
     )
     parallelism_config_pp_size: int = setting(1, _degree("PP_SIZE", "Stages of a pipeline.", minimum=1))
+    parallelism_config_ep_size: int = setting(
+        1, _degree("EP_SIZE", "Processes among which the experts of a layer are divided.", minimum=1)
+    )

@@ -56,9 +56,23 @@ def run_local(plan: LaunchPlan) -> int:
                 )
 
 
+# Prefix of the file of each rank, to which torch adds the rank: its name in torch 2.13, and its older one.
+_DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
 def attempt_env(plan: LaunchPlan, attempt: int, run_id: str) -> dict[str, str]:
-    """Torch elastic's variables, from which programs read the number of restarts."""
+    """Torch elastic's variables, from which programs read the number of restarts, and those of NCCL's flight recorder.
+
+    With ``log_dir``, NCCL dumps its flight recorder at a timeout beside the logs, which hold the watchdog's reports.
+    What the user has set is kept.
+    """
+    folder = log_folder(plan, attempt)
+    record = "" if folder is None else str(folder.absolute() / "nccl_flight_record_rank_")
+    dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **dict.fromkeys(_DUMP_FILES, record)} if record else {}
+    if not os.environ.keys().isdisjoint(_DUMP_FILES):
+        dumps = {}
     return {
+        **{name: value for name, value in dumps.items() if name not in os.environ},
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(plan.config.max_restarts),
@@ -67,12 +81,17 @@ def attempt_env(plan: LaunchPlan, attempt: int, run_id: str) -> dict[str, str]:
     }
 
 
+def log_folder(plan: LaunchPlan, attempt: int) -> Path | None:
+    """The folder of an attempt's logs; None without ``log_dir``."""
+    return None if plan.config.log_dir is None else Path(plan.config.log_dir) / f"attempt_{attempt}"
+
+
 def output_of(plan: LaunchPlan, attempt: int) -> Output | None:
     """The copier of an attempt's output; None if the processes write to the launcher's streams directly."""
     config = plan.config
     if not config.prefix_output and config.log_dir is None and config.tee == "0":
         return None
-    folder = None if config.log_dir is None else Path(config.log_dir) / f"attempt_{attempt}"
+    folder = log_folder(plan, attempt)
     role = "" if config.role == "default" else config.role
     return Output(prefix=config.prefix_output, folder=folder, tee=config.tee, role=role)
 

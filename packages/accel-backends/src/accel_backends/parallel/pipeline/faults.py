@@ -1,0 +1,98 @@
+"""Errors of pipeline stages, which all ranks learn at the end of the schedule, so that none waits for a failed one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from accel_backends.private import guard_shape_inference
+from accel_state.collectives.objects import all_gather_object
+from accel_state.errors import CollectiveError, relayed
+from accel_state.watchdog.decorator import recorded
+
+_MOST: Final = 400
+"""Characters of an error that other ranks repeat."""
+_WRAPPED: Final = "Failed to run stage backward"
+"""Beginning of the error that torch raises from that of a backward, with all tensors of the stage."""
+
+
+@final
+@dataclass(slots=True)
+class Faults:
+    """First error of this rank's stages in one run of a schedule.
+
+    A failed stage computes nothing more in that run. It sends zeros, because the other ranks wait for its messages, and
+    ``agree`` raises on all of them.
+    """
+
+    error: Exception | None = None
+    place: str = ""
+
+    def note(self, error: Exception, stage: int, doing: str) -> None:
+        """Keeps an error of a stage, if it is the first."""
+        if self.error is None:
+            self.error = error
+            self.place = f"rank {dist.get_rank()} failed in the {doing} of pipeline stage {stage}"
+
+    @recorded("errors of pipeline stages", shared=False)
+    def agree(self, group: dist.ProcessGroup | None) -> None:
+        """Raises on every rank if a stage of any rank has failed: there its own error, elsewhere a CollectiveError.
+
+        Collective: every rank of the group must call this. Sends one number from host memory where the group can, so
+        that no rank waits for its device.
+        """
+        on_host = "cpu:" in dist.get_backend_config(group)
+        device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+        failed = torch.tensor(int(self.error is not None), device=device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+        if not int(failed):
+            return
+        said = f"{type(self.error).__name__}: {self.error}"[:_MOST]
+        everybody = all_gather_object(None if self.error is None else f"{self.place}: {said}", group=group)
+        if self.error is not None:
+            self.error.add_note(self.place)
+            raise self.error
+        raise relayed(CollectiveError("; ".join(one for one in everybody if one is not None)))
+
+
+@final
+class FaultTolerantStage(PipelineStage):
+    """torch's stage, whose failed backwards give zeros; ``faults`` is set before each run."""
+
+    faults: Faults | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        guard_shape_inference(self, self._guarded)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Computes a backward; after an error of this rank, zeros for the inputs."""
+
+        def run() -> Any:
+            return super(FaultTolerantStage, self).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+        if backward_type == "weight":
+            return self._guarded(run, (), None)
+        return self._guarded(run, bwd_kwargs["input_values"], [] if backward_type == "input" else None)
+
+    def _guarded(self, run: Callable[[], Any], inputs: Sequence[Any], *rest: Any) -> Any:
+        """Result of a backward; if this rank has failed, zeros for inputs that have gradients, and ``rest``."""
+        assert self.faults is not None
+        if self.faults.error is None:
+            try:
+                return run()
+            except Exception as error:
+                wrapped = str(error).lstrip().startswith(_WRAPPED) and isinstance(error.__cause__, Exception)
+                own = error.__cause__ if wrapped else error
+                self.faults.note(cast(Exception, own), self.stage_index, "backward")
+        zeros = tuple(torch.zeros_like(one) if _is_trained(one) else None for one in inputs)
+        return (zeros, *rest) if rest else zeros
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -1,0 +1,187 @@
+"""Parameters of pipeline stages, sharded over data-parallel ranks while no batch is computed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.optimizer_support import beyond_elements
+from accel_backends.parallel.pipeline.causal_lm import CausalLM, has_parameters
+from accel_backends.private import full_parameter, joined_units, reduce_unit_gradients, unit_parameters
+from accel_precision.policy import dtype_name
+from accel_state.errors import PrepareError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+@final
+class _Unit(nn.Module):
+    """Modules whose parameters are gathered together. It is never called, so that torch's hooks do not run."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(modules)
+
+    def forward(self) -> None:
+        """Does nothing; ``fully_shard`` takes modules with a forward."""
+
+
+@final
+class StageShards:
+    """Sharding of the modules of this rank's stages in place, with torch's ``fully_shard``; each block is a unit.
+
+    Parameters are full while a schedule runs, and sharded otherwise, as ``reshard_after_forward=False`` does, because
+    blocks compute once for each micro-batch. Their full gradients stay on the rank until ``reduce``.
+
+    Args:
+        whole: the model, with the modules of this rank's stages.
+        mesh: data-parallel axes, the last one shards.
+        group: ranks of this mesh.
+
+    Collective: every rank of the mesh must call this.
+    """
+
+    def __init__(self, whole: CausalLM, mesh: "DeviceMesh", group: "ProcessGroup") -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        blocks = [_Unit([block]) for block in whole.blocks if has_parameters(block)]
+        around = [whole.base.get_submodule(name) for name in (*whole.embeddings, *whole.behind)]
+        root = _Unit([*blocks, *around, whole.model.get_submodule(whole.head_name)])
+        for unit in (*blocks, root):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        self._model, self._group = whole.model, group
+        self._units = cast("list[FSDPModule]", [root, *blocks])
+        joined_units(root)
+        with self.gathered():
+            pass  # makes the full parameters
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which the modules have full parameters.
+
+        Collective: every rank of the mesh must call this.
+        """
+        handles = [unit.unshard(async_op=True) for unit in self._units]
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.reshard()
+
+    @property
+    def full_parameters(self) -> list[nn.Parameter]:
+        """Full parameters, whose gradients are those of this rank; they have values within ``gathered`` only."""
+        return [cast(nn.Parameter, full) for _, full in self._pairs()]
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Full gradients of this rank that are not reduced yet, by FQN."""
+        names = {id(parameter): name for name, parameter in named_parameters(self._model).items()}
+        return {names[id(shard)]: full.grad for shard, full in self._pairs() if full.grad is not None}
+
+    def drop_gradients(self) -> None:
+        """Drops the full gradients of this rank."""
+        for _, full in self._pairs():
+            full.grad = None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Adds the means over data-parallel ranks of the full gradients to those of the shards.
+
+        A parameter that any rank has used gets a gradient on all ranks.
+
+        Collective: every rank of the mesh must call this.
+        """
+        trained = [full for shard, full in self._pairs() if shard.requires_grad]
+        complete_gradients(trained, self._group)
+        reduce_unit_gradients(self._units)
+
+    def _pairs(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yields shards, which the model has outside of ``gathered``, and full parameters."""
+        for unit in self._units:
+            for entry in unit_parameters(cast(nn.Module, unit)):
+                full = full_parameter(entry)
+                assert full is not None
+                yield entry.sharded_param, full
+
+
+def check_shardable(model: nn.Module, *, upcast: bool) -> None:
+    """Refuses parameters that cannot be sharded; ``upcast``: half-precision ones that train become fp32 first.
+
+    Raises:
+        PrepareError: a parameter without dimension, or trained parameters of several dtypes.
+    """
+    first: dict[torch.dtype, str] = {}
+    for name, parameter in named_parameters(model).items():
+        if parameter.dim() == 0:
+            raise PrepareError(
+                f"{name} of {type(model).__name__} has no dimension to shard; nearest: nn.Parameter(torch.tensor("
+                "[value])), or dp_replicate_size instead of dp_shard_size"
+            )
+        if parameter.requires_grad:
+            half = upcast and parameter.dtype.itemsize == 2
+            first.setdefault(torch.float32 if half else parameter.dtype, name)
+    if len(first) > 1:
+        listed = ", ".join(f"{name} is {dtype_name(dtype)}" for dtype, name in first.items())
+        raise PrepareError(
+            f"parameters that train have several dtypes, and dp_shard_size gathers them together: {listed}; nearest: "
+            "model.to() one dtype, or dp_replicate_size instead of dp_shard_size"
+        )
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any]) -> None:
+    """Refuses optimizers that cannot step on shards; ``sharded``: by id, the parameters that will be sharded.
+
+    Raises:
+        PrepareError: an optimizer that looks at full parameters, a fused step that torch has not for shards, or a state
+            that is not of the shape of its parameter.
+    """
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        held = [(group, one) for group in optimizer.param_groups for one in group["params"] if id(one) in sharded]
+        if held and beyond_elements(optimizer, "fsdp") is not None:
+            raise PrepareError(
+                f"{kind} looks at full parameters, of which dp_shard_size and tp_size leave every rank a part; "
+                "nearest: AdamW, or dp_replicate_size"
+            )
+        if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
+            group.get("fused") for group, _ in held
+        ):
+            raise PrepareError(
+                f"{kind}(fused=True): torch has no fused step of {kind} for the shards of dp_shard_size and tp_size; "
+                "nearest: foreach=True"
+            )
+        for _, parameter in held:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                    raise PrepareError(
+                        f"{kind} holds {key} of shape {tuple(value.shape)} for a parameter of shape "
+                        f"{tuple(parameter.shape)}, which cannot be split as the parameter is; prepare the optimizer "
+                        "before its first step"
+                    )
+
+
+@torch.no_grad()
+def complete_gradients(parameters: Iterable[torch.Tensor], group: "ProcessGroup") -> None:
+    """Gives a gradient of zeros to parameters that have one on another rank of the group.
+
+    Collective: every rank of the group must call this.
+    """
+    listed = list(parameters)
+    if not listed:
+        return
+    used = torch.tensor([one.grad is not None for one in listed], dtype=torch.int32, device=listed[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    for parameter, anywhere in zip(listed, used.tolist(), strict=True):
+        if anywhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,102 @@
+"""An error in one stage of a pipeline is raised on every rank at once, and names the rank and the stage."""
+
+from time import monotonic
+
+import pytest
+import torch
+
+from accel_state.errors import CollectiveError
+
+from .pipelines import accelerator_of, distance, llama, loader, optimizer_of
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no such gradient")
+
+
+def fail_in_forward(block, args):
+    raise ValueError("no such block")
+
+
+def fail_in_backward(block, args):
+    return Failing.apply(args[0]), *args[1:]
+
+
+def block_of(accelerator, model, number):
+    return accelerator.unwrap_model(model).model.layers[number]
+
+
+def assert_fails_everywhere(accelerator, model, batch, culprit, stage, words, message):
+    """And returns within seconds, although the timeout of collectives is minutes."""
+    begin = monotonic()
+    own = accelerator.process_index == culprit
+    named = rf"rank {culprit} failed in the {words} of pipeline stage {stage}"
+    with pytest.raises(ValueError if own else CollectiveError) as raised:
+        model(**batch)
+    assert monotonic() - begin < 20
+    said = str(raised.value) if not own else " ".join(raised.value.__notes__)
+    assert named in said
+    assert own or message in said
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+@pytest.mark.parametrize("called", [False, True], ids=["first call", "later call"])
+def test_a_stage_that_fails(rank, schedule, called):
+    accelerator = accelerator_of({"pp_size": 2}, {"schedule": schedule})
+    model, plain = llama().double(), llama().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    batch = next(iter(loader()))
+    if called:
+        model(**batch)
+    for culprit, number, stage in ((0, 0, 0), (1, 2, {"1f1b": 1, "zero_bubble_v": 2}[schedule])):
+        for hook, words, message in (
+            (fail_in_forward, "forward of micro-batch 0", "ValueError: no such block"),
+            (fail_in_backward, "backward", "ValueError: no such gradient"),
+        ):
+            handle = block_of(accelerator, model, number).register_forward_pre_hook(hook) if rank == culprit else None
+            assert_fails_everywhere(accelerator, model, batch, culprit, stage, words, message)
+            if handle is not None:
+                handle.remove()
+    accelerator.backward(model(**batch).loss)
+    plain(**batch).loss.backward()
+    named = dict(plain.named_parameters())
+    found = accelerator.full_gradients(model)
+    assert max(distance(found[name], one.grad) for name, one in named.items()) <= 1e-6  # norms are in fp32
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axis", ["dp_shard_size", pytest.param("dp_replicate_size", marks=pytest.mark.slow)])
+def test_replicas_of_a_failed_stage_learn_of_it(rank, axis):
+    accelerator = accelerator_of({"pp_size": 2, axis: 2}, {})
+    model = llama().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    if rank == 3:
+        block_of(accelerator, model, 2).register_forward_pre_hook(fail_in_forward)
+    batch = next(iter(loader()))
+    assert_fails_everywhere(accelerator, model, batch, 3, 1, "forward of micro-batch 0", "ValueError: no such block")
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_of_the_user_that_fails(rank):
+    def loss_fn(outputs, batch):
+        raise ValueError("no such loss")
+
+    accelerator = accelerator_of({"pp_size": 2}, {"loss_fn": loss_fn})
+    model = llama().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    batch = next(iter(loader()))
+    assert_fails_everywhere(accelerator, model, batch, 1, 1, "forward of micro-batch 0", "ValueError: no such loss")
+    accelerator.end_training()
