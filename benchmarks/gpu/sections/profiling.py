@@ -20,7 +20,7 @@ def profile(bench: Bench) -> None:
     from torch._C._autograd import DeviceType
 
     from accel import ProfileKwargs
-    from accel.observe.profiler import top_operators
+    from accel_observe.profiling.profiler import top_operators
 
     accelerator = bench.accelerator()
     workload = models.gpt(bench)

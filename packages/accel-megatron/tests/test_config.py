@@ -75,4 +75,4 @@ def test_without_the_library_the_install_line_is_told(monkeypatch):
 
     monkeypatch.setattr(library, "installed", lambda: False)
     with pytest.raises(BackendError, match=r'not installed: pip install "accel-megatron\[megatron\]"'):
-        library.library()
+        library.require_library()

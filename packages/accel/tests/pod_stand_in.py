@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import accel_backends.xla.backend
 from accel import Accelerator
-from accel.loop.metrics import gather_for_metrics
+from accel_data.metrics import gather_for_metrics
 from accel_state import BackendError, find_batch_size
 from accel_state.rng import set_seed
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs, ProfileKwargs, TorchDynamoPlugin
-from accel.observe.profiler import top_operators
+from accel_observe.profiling.profiler import top_operators
 from accel_state.errors import ConfigError
 
 pytestmark = pytest.mark.ranks(1, group=False, timeout=120)

@@ -3,8 +3,9 @@
 import pytest
 from torch import nn
 
+from accel_inference.module_tensors.access import is_below
 from accel_inference.quantization.config import TorchAOQuantizationConfig
-from accel_inference.quantization.selection import get_keys_to_not_convert, is_below, quantized_modules
+from accel_inference.quantization.selection import get_keys_to_not_convert, quantized_modules
 
 
 class Model(nn.Module):

@@ -15,7 +15,7 @@ from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.architecture import architecture_of
 from accel_megatron.layout import MegatronLayout
-from accel_megatron.library import close_groups, library, open_group_of_one, open_groups
+from accel_megatron.library import close_groups, open_group_of_one, open_groups, require_library
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import local_tensors
 from accel_megatron.training.gradients import MegatronGradients
@@ -48,7 +48,7 @@ class MegatronBackend(ModuleBackend):
 
     def __init__(self, run: Run, config: BackendConfig | None = None) -> None:
         super().__init__(run, config)
-        library()
+        require_library()
         self._options = cast(MegatronConfig, self.config)
         self._engines = MegatronEngines()
         self._owns_group = open_group_of_one(self.session)

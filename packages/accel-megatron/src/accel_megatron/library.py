@@ -1,8 +1,8 @@
 """The megatron-core library: import, and its process groups."""
 
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from accel_state.errors import BackendError
@@ -19,8 +19,8 @@ def installed() -> bool:
     return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
-def library() -> ModuleType:
-    """Imports and returns the package ``megatron.core``.
+def require_library() -> None:
+    """Imports the parts of ``megatron.core`` that a run uses.
 
     Raises:
         BackendError: megatron-core is not installed, or cannot be imported.
@@ -33,13 +33,10 @@ def library() -> ModuleType:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _MESSAGES)
-            import megatron.core
-            import megatron.core.models.gpt.gpt_model
-            import megatron.core.optimizer
+            for module in ("models.gpt.gpt_model", "optimizer"):
+                import_module(f"megatron.core.{module}")
     except Exception as error:
         raise BackendError(f"megatron-core is installed and cannot be imported: {error}") from error
-    module: ModuleType = megatron.core
-    return module
 
 
 def open_group_of_one(session: "Session") -> bool:

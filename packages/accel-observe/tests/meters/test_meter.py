@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
-from accel.observe.monitor import RunProgress
 from accel_observe.meters import PHASES, LossWatch, PhaseClock, Progress, count_flops, find_stragglers, peak_flops
 from accel_observe.meters.health import Trouble, worst_of_others
+from accel_observe.meters.observed_run import RunProgress
 from accel_observe.meters.progress import clock_text
 
 QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, ProjectConfiguration
-from accel.cli.report import _BROWSERS, _SIZE, screenshot
 from accel_observe.report import find_run, page_of, plots_of, read_history
 from accel_observe.report.history import history_of
+from accel_observe.report.pictures import _BROWSERS, _SIZE, screenshot
 from accel_observe.report.plots import curve, number_text, running_median, ticks
 from accel_observe.tracking import QueueOptions
 from accel_observe.tracking.run_log import JOURNAL

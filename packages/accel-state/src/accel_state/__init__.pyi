@@ -27,16 +27,10 @@ from accel_state.device.memory import find_executable_batch_size as find_executa
 from accel_state.device.memory import release_memory as release_memory
 from accel_state.device.memory import should_reduce_batch_size as should_reduce_batch_size
 from accel_state.enums import BaseEnum as BaseEnum
-from accel_state.enums import ComputeEnvironment as ComputeEnvironment
 from accel_state.enums import CustomDtype as CustomDtype
 from accel_state.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_state.enums import DistributedType as DistributedType
-from accel_state.enums import DynamoBackend as DynamoBackend
-from accel_state.enums import FP8BackendType as FP8BackendType
 from accel_state.enums import LoggerType as LoggerType
-from accel_state.enums import PrecisionType as PrecisionType
-from accel_state.enums import RNGType as RNGType
-from accel_state.enums import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.environment import CPUInformation as CPUInformation
 from accel_state.environment import are_libraries_initialized as are_libraries_initialized
 from accel_state.environment import clear_environment as clear_environment

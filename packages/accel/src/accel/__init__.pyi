@@ -1,11 +1,8 @@
 from accel._version import __version__ as __version__
 from accel.accelerator import Accelerator as Accelerator
-from accel.launchers import debug_launcher as debug_launcher
-from accel.launchers import notebook_launcher as notebook_launcher
 from accel.local_sgd import LocalSGD as LocalSGD
 from accel.loop.accumulator import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel.loop.accumulator import StepClock as StepClock
-from accel.observe.profiler import ProfileKwargs as ProfileKwargs
 from accel.optimizer import PreparedOptimizer as PreparedOptimizer
 from accel.scheduler import PreparedScheduler as PreparedScheduler
 from accel.setup.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
@@ -28,6 +25,9 @@ from accel_inference import infer_auto_device_map as infer_auto_device_map
 from accel_inference import init_empty_weights as init_empty_weights
 from accel_inference import init_on_device as init_on_device
 from accel_inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_launch.notebook.launchers import debug_launcher as debug_launcher
+from accel_launch.notebook.launchers import notebook_launcher as notebook_launcher
+from accel_observe.profiling.profiler import ProfileKwargs as ProfileKwargs
 from accel_precision import AutocastKwargs as AutocastKwargs
 from accel_precision import GradScalerKwargs as GradScalerKwargs
 from accel_precision import PrecisionPolicy as PrecisionPolicy

@@ -12,12 +12,12 @@ from accel.loop.accumulation import Weight
 from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
 from accel.loop.step import MicroBatch, TrainingStep
 from accel.optimizer import PreparedOptimizer
-from accel.resilience.preemption import DEFAULT_SIGNALS, Notice
 from accel.scheduler import PreparedScheduler, SchedulerSteps
 from accel.setup.kwargs_handlers import ProjectConfiguration
 from accel.views.observation import ObservationViews
 from accel.views.process import ProcessViews
 from accel.views.settings import SettingViews
+from accel_launch.preemption.preemption import DEFAULT_SIGNALS, Notice
 from accel_state.errors import UNSENDABLE, ConfigError
 
 if TYPE_CHECKING:
@@ -154,11 +154,11 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         from accel.checkpoints.weights import Weights
         from accel.loop.loaders import Loaders
         from accel.observe.monitor import Monitor
-        from accel.observe.run_log import RunLog
-        from accel.observe.trackers import Trackers
         from accel.prepared import Preparation, PreparedObjects
         from accel.resilience.guard import PreemptionGuard
         from accel.setup.run_strategy import RunStrategy
+        from accel_observe.meters.observed_run import RunLog
+        from accel_observe.tracking.trackers import Trackers
 
         self.config, self.policy = config, policy = opened.config, opened.policy
         self.session, self.project_configuration = session, project = opened.session, opened.project
@@ -170,7 +170,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         self._loaders = loaders = Loaders(strategy, clock, opened.loading, rng_types)
         self._preparation = Preparation(strategy, prepared, loaders, clock, log, options)
         self._monitor = monitor = Monitor(strategy, prepared, clock, config, log, opened.handlers.profile)
-        self._trackers = trackers = Trackers(session, project, log, log_with, describe=monitor.explain)
+        self._trackers = trackers = Trackers(session, project, log, log_with, describe=monitor.describe)
         side_states = {
             "progress": SideState(monitor.run_progress.save, monitor.run_progress.load),
             "trackers": SideState(trackers.state_dict, trackers.load_state_dict),

@@ -2,12 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch.optim import Optimizer
 
-from accel.loop.accumulator import StepClock
 from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from accel.loop.accumulator import StepClock
 
 
 class GroupCheck(Protocol):
@@ -44,7 +46,7 @@ class PreparedOptimizer(Optimizer):
     step_was_skipped: bool
 
     def __init__(
-        self, optimizer: Optimizer, clock: StepClock, backend: Stepper, on_skip: Callable[[], None] | None = None
+        self, optimizer: Optimizer, clock: "StepClock", backend: Stepper, on_skip: Callable[[], None] | None = None
     ) -> None:
         # Does not call Optimizer.__init__, which would copy the groups and patch this class's step with profiler hooks.
         self.__dict__.update(optimizer=optimizer, step_was_skipped=False)

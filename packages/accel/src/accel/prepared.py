@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from accel.checkpoints.train_state import Stateful
     from accel.loop.accumulator import StepClock
     from accel.loop.loaders import Loaders
-    from accel.observe.run_log import RunLog
     from accel.setup.run_strategy import RunStrategy
     from accel_backends import TorchDynamoPlugin
+    from accel_observe.meters.observed_run import RunLog
 
 Gate = Callable[[Any, Any], Any]
 """Function of a loader and its batches that yields the batches, with a stop point before each."""

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
-from accel.loop.accumulator import StepClock
-from accel.optimizer import PreparedOptimizer
-
 if TYPE_CHECKING:
-    from accel.loop.lr_preview import LearningRates
+    from accel.loop.accumulator import StepClock
+    from accel.optimizer import PreparedOptimizer
+    from accel_observe.meters.lr_preview import LearningRates
 
 SchedulerSteps = Literal["per_step", "per_process"]
 
@@ -34,8 +33,8 @@ class PreparedScheduler:
     def __init__(
         self,
         scheduler: Scheduler,
-        optimizers: Sequence[PreparedOptimizer],
-        clock: StepClock,
+        optimizers: "Sequence[PreparedOptimizer]",
+        clock: "StepClock",
         *,
         follow_optimizer: bool = True,
         repeats: int = 1,
@@ -69,7 +68,7 @@ class PreparedScheduler:
 
     def learning_rates(self, num_steps: int) -> "LearningRates":
         """Preview of the schedule's next ``num_steps`` optimizer steps; the schedule itself does not step."""
-        from accel.loop.lr_preview import learning_rates
+        from accel_observe.meters.lr_preview import learning_rates
 
         return learning_rates(self.scheduler, num_steps, repeats=self._repeats)
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpoints import save_quorum as attendance
 from accel_ckpt import open_checkpoint
+from accel_ckpt.saving import save_quorum as attendance
 from accel_state.errors import CheckpointError
 
 

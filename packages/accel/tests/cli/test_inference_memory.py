@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.cli.inference_memory import parse_max_memory
+from accel.cli.estimate import parse_max_memory
 from accel_inference import init_empty_weights
 from accel_launch.cli.app import run
 

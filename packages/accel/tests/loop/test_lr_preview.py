@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from accel import Accelerator
-from accel.loop.lr_preview import learning_rates
+from accel_observe.meters.lr_preview import learning_rates
 from accel_state.errors import ConfigError
 
 STEPS = 20

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.loop.metrics import gather_for_metrics
+from accel_data.metrics import gather_for_metrics
 from accel_state import ParallelismConfig, Session
 
 GRID = list(itertools.product(range(1, 41), range(1, 8)))

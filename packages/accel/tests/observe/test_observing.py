@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProfileKwargs
-from accel.observe.memory_snapshot import write_snapshot
-from accel.observe.profiler import MERGED, OTHER_KERNELS, SUMMARY, merge_traces, top_operators
 from accel.state import distributed_type
 from accel_observe.meters import count_flops
+from accel_observe.profiling.memory_snapshot import write_snapshot
+from accel_observe.profiling.profiler import MERGED, OTHER_KERNELS, SUMMARY, merge_traces, top_operators
 from accel_state.device.device import Device
 from accel_state.device.functions import DeviceFunctions
 from accel_state.device.kinds import DEVICE_KINDS, DeviceKind

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.resilience.preemption import NEVER, Notice, StopConsensus
-from accel.resilience.slurm_requeue import requeue
 from accel.resilience.spot_notice import notice_at
-from accel_launch.launch.exit_status import PREEMPTED_STATUS
+from accel_launch.preemption.exit_status import PREEMPTED_STATUS
+from accel_launch.preemption.preemption import NEVER, Notice, StopConsensus
+from accel_launch.preemption.slurm_requeue import requeue
 from accel_state.errors import ConfigError
 from accel_testing import Finished, RankPool, run_command
 from accel_testing.faults.faults import many_open_files

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.utils.enums import DynamoBackend
 from accel_backends import Bundle
 from accel_compat.data.prepare import prepare_data_loader
 from accel_compat.facade.deepspeed import complete, note_engine
 from accel_compat.facade.optimizer import AcceleratedOptimizer
 from accel_compat.facade.scheduler import AcceleratedScheduler
-from accel_state.enums import DistributedType, DynamoBackend
+from accel_state.enums import DistributedType
 
 
 def is_scheduler(item: Any) -> bool:

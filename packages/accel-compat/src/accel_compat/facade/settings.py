@@ -122,7 +122,7 @@ class SettingProperties:
     @property
     def fp8_backend(self) -> Any:
         """Library of fp8."""
-        from accel_state.enums import FP8BackendType
+        from accel.utils.enums import FP8BackendType
 
         return FP8BackendType(os.environ.get("ACCELERATE_FP8_BACKEND", "NO"))
 

@@ -172,7 +172,7 @@ class CompatDynamoPlugin(MutableHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        from accel_state.enums import DynamoBackend
+        from accel.utils.enums import DynamoBackend
 
         if self.backend is None:
             self.backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")

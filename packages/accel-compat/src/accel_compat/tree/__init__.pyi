@@ -13,7 +13,7 @@ from accel_compat.state.process_state import SharedPartialState as PartialState
 from accel_compat.options.handlers import CompatProfileKwargs as ProfileKwargs
 from accel_inference import cpu_offload as cpu_offload
 from accel_inference import cpu_offload_with_hook as cpu_offload_with_hook
-from accel.launchers import debug_launcher as debug_launcher
+from accel_launch.notebook.launchers import debug_launcher as debug_launcher
 from accel_inference import disk_offload as disk_offload
 from accel_inference import dispatch_model as dispatch_model
 from accel.utils.memory import find_executable_batch_size as find_executable_batch_size
@@ -23,7 +23,7 @@ from accel_inference import init_on_device as init_on_device
 from accel.utils.imports import is_rich_available as is_rich_available
 from accel_inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_inference import load_checkpoint_in_model as load_checkpoint_in_model
-from accel.launchers import notebook_launcher as notebook_launcher
+from accel_launch.notebook.launchers import notebook_launcher as notebook_launcher
 from accel_compat.absent import prepare_pippy as prepare_pippy
 from accel_compat.data.prepare import skip_first_batches as skip_first_batches
 from accel.utils.random import synchronize_rng_states as synchronize_rng_states

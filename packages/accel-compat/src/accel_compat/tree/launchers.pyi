@@ -1,2 +1,2 @@
-from accel.launchers import debug_launcher as debug_launcher
-from accel.launchers import notebook_launcher as notebook_launcher
+from accel_launch.notebook.launchers import debug_launcher as debug_launcher
+from accel_launch.notebook.launchers import notebook_launcher as notebook_launcher

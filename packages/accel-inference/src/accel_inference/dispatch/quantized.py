@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.dispatch.load import AUTOMATIC
 from accel_inference.hooks.align import DeviceLike
+from accel_inference.module_tensors.access import is_below
 from accel_inference.module_tensors.ties import device_of
 from accel_inference.placement.auto_map import infer_auto_device_map
 from accel_inference.placement.budgets import DeviceName, get_balanced_memory
@@ -17,7 +18,7 @@ from accel_inference.quantization.ao_layers import TorchAOQuantizer
 from accel_inference.quantization.bnb_layers import BnbQuantizer
 from accel_inference.quantization.config import BnbQuantizationConfig, QuantizationConfig
 from accel_inference.quantization.quantizer import Quantizer
-from accel_inference.quantization.selection import is_below, quantized_modules
+from accel_inference.quantization.selection import quantized_modules
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
 from accel_inference.weights.loading import load_weights, missing_weights
 from accel_inference.weights.reading import read_in_order

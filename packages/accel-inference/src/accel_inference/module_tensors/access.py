@@ -1,6 +1,6 @@
 """Reading and replacing the tensors of a module by name."""
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
             f"{', '.join(known) or 'none'}"
         )
     return owner, leaf
+
+
+def is_below(name: str, modules: Iterable[str]) -> bool:
+    """Whether one of ``modules`` is a part of a dotted name."""
+    return any(f".{module}." in f".{name}." for module in modules)
 
 
 def place(owner: nn.Module, leaf: str, tensor: Tensor, *, like: Tensor | None = None) -> None:

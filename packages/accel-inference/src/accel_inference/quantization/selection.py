@@ -1,9 +1,10 @@
 """Selection of the modules of a model that are quantized."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from accel_inference.module_tensors.access import is_below
 from accel_inference.module_tensors.ties import device_of, find_tied_parameters
 from accel_inference.placement.budgets import HOST_DEVICES
 from accel_inference.quantization.config import QuantizationConfig
@@ -19,11 +20,6 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     children = [name for name, _ in model.named_children()]
     has_head = bool(tied) or (bool(base) and base in children)
     return sorted({*tied, *(children[-1:] if has_head else ())})
-
-
-def is_below(name: str, modules: Iterable[str]) -> bool:
-    """Whether one of ``modules`` is a part of a dotted name."""
-    return any(f".{module}." in f".{name}." for module in modules)
 
 
 def quantized_modules(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_inference.module_tensors.access import set_module_tensor_to_device
+from accel_inference.module_tensors.access import is_below, set_module_tensor_to_device
 from accel_inference.module_tensors.dtypes import proper_dtype
 from accel_inference.module_tensors.ties import (
     check_tied_parameters_in_config,
@@ -224,7 +224,7 @@ def _in_wanted_dtype(step: _Step, wanted: torch.dtype | None, in_fp32: Sequence[
     if not own.is_floating_point:
         return step.source
     dtype = wanted or own
-    if dtype.itemsize < 4 and any(f".{part}." in f".{step.name}." for part in in_fp32):
+    if dtype.itemsize < 4 and is_below(step.name, in_fp32):
         dtype = torch.float32
     return step.source.in_dtype(dtype)
 

@@ -14,13 +14,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel.checkpoints import partial_accumulation as open_window
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
-from accel.checkpoints.metrics_of_saves import SaveMetrics
 from accel.checkpoints.project_checkpoints import ProjectCheckpoints
 from accel.checkpoints.restore import Restoration, restore_local
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY, RunDescription
-from accel.checkpoints.save_quorum import SaveQuorum
 from accel.checkpoints.train_state import (
     LoaderState,
     ModelState,
@@ -30,19 +27,22 @@ from accel.checkpoints.train_state import (
     TrainState,
     check_stateful,
 )
+from accel_backends.roles import unreduced_gradients as open_window
+from accel_ckpt.saving.save_quorum import SaveQuorum
 from accel_state.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from accel_state.watchdog.decorator import Recording, recorded
 
 if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
     from accel.loop.loaders import Loaders
-    from accel.observe.run_log import RunLog
     from accel.prepared import PreparedObjects
     from accel.setup.kwargs_handlers import ProjectConfiguration
     from accel.setup.run_strategy import RunStrategy
     from accel_ckpt import AsyncSaver, Checkpoint, SaveHandle
     from accel_ckpt.io.storage import Location
+    from accel_ckpt.series.save_metrics import SaveMetrics
     from accel_launch.config.model import AccelConfig
+    from accel_observe.meters.observed_run import RunLog
 
 _LOG = logging.getLogger(__name__)
 LATEST = "latest"
@@ -130,11 +130,12 @@ class Checkpointer:
     ) -> "Location":
         """See ``Accelerator.save_state``."""
         import accel_ckpt
+        from accel_ckpt.series.save_metrics import SaveMetrics
 
         with self._log.checkpointing("saved") as tell:
             self.wait()
             self._check_place(output_dir)
-            notes = SaveMetrics(metadata or {}, metrics, self._project)
+            notes = SaveMetrics(metadata or {}, metrics, self._places.best)
             alone = bool(self._missing())
             if alone and not self._strategy.session.is_main_process:
                 location = self._where_others_save(output_dir)
@@ -205,7 +206,7 @@ class Checkpointer:
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
 
-    def _collect(self, notes: SaveMetrics, *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _collect(self, notes: "SaveMetrics", *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Collects the state common to all ranks, and this rank's own.
 
         Collective: every rank of the group must call this. With ``alone``, it is local. A user's object may fail on one
@@ -239,13 +240,13 @@ class Checkpointer:
             local[open_window.GRADIENTS] = open_window.collect(backend, models)
         return state, local
 
-    def _warn_of_metrics(self, notes: SaveMetrics) -> None:
+    def _warn_of_metrics(self, notes: "SaveMetrics") -> None:
         warning = notes.warning()
         if warning is not None and not (notes.metrics is None and self._warned_unmeasured):
             self._warned_unmeasured = self._warned_unmeasured or notes.metrics is None
             _LOG.warning("%s", warning)
 
-    def _described(self, notes: SaveMetrics) -> dict[str, Any]:
+    def _described(self, notes: "SaveMetrics") -> dict[str, Any]:
         """Metadata that describes the run in its checkpoint."""
         return {
             **self._run_facts().document(),

@@ -1,11 +1,13 @@
 """Options of ``load_state``, and the report of what it has loaded."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Self, final
 
 from accel.checkpoints.run_facts import Change
-from accel_state.errors import ConfigError
+from accel_backends.roles.saved_state_check import PartReport, few
+from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:
     from accel_ckpt.io.storage import Location
@@ -54,22 +56,6 @@ class LoadOptions:
 
 @final
 @dataclass(frozen=True, slots=True)
-class PartReport:
-    """Names within one part; only models and optimizers have any.
-
-    Attributes:
-        loaded: parameters and buffers whose values, or whose optimizer states, were loaded.
-        missing: those that the checkpoint lacks; they keep what they had (an optimizer's state begins anew).
-        left_over: those of the checkpoint that the run does not have; they were ignored.
-    """
-
-    loaded: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    left_over: tuple[str, ...] = ()
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class LoadReport:
     """What ``load_state`` did.
 
@@ -105,7 +91,18 @@ class LoadReport:
         return "\n  ".join([f"{self.path}: loaded {', '.join(self.parts) or 'nothing'}{kept}", *self.lines()])
 
 
-def few(items: Sequence[str], most: int = 5) -> str:
-    """The first of many names, and how many more there are."""
-    more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+def check_parts(wanted: Collection[str], saved: Sequence[str], here: Sequence[str]) -> None:
+    """Refuses a checkpoint without the requested parts, and parts that the run cannot load.
+
+    Raises:
+        CheckpointMismatchError: names the first unknown part, the nearest one, and all available ones.
+    """
+    for names, lacks in ((saved, "the checkpoint holds no part"), (here, "nothing here takes the part")):
+        unknown = sorted(set(wanted) - set(names))
+        if unknown:
+            near = get_close_matches(unknown[0], names, n=1)
+            hint = f" (nearest: {near[0]!r})" if near else ""
+            holds = "it holds" if names is saved else "prepared or registered here are"
+            raise CheckpointMismatchError(
+                f"load_state(parts=...): {lacks} {unknown[0]!r}{hint}; {holds} {', '.join(names)}"
+            )

@@ -8,7 +8,7 @@ from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel.setup.kwargs_handlers import ProjectConfiguration
-    from accel_ckpt import CheckpointDirectory, PerNode
+    from accel_ckpt import Best, CheckpointDirectory, PerNode
     from accel_ckpt.io.storage import Location
     from accel_ckpt.rank_group import Ranks
     from accel_state.session import Session
@@ -32,6 +32,16 @@ class ProjectCheckpoints:
         """Whether each of several nodes keeps a copy of every checkpoint."""
         return self._project.save_on_each_node and self._session.topology.num_nodes > 1
 
+    @property
+    def best(self) -> "Best | None":
+        """Rule for the best checkpoints; None: none is kept because of its metrics."""
+        project = self._project
+        if project.keep_best is None or project.metric is None:
+            return None
+        from accel_ckpt import Best
+
+        return Best(project.metric, project.keep_best, project.mode)
+
     def ranks(self) -> "Ranks":
         """The ranks that save and load together, and their disks.
 
@@ -52,13 +62,10 @@ class ProjectCheckpoints:
             return None
         if project.project_dir is None:
             raise ConfigError("automatic_checkpoint_naming needs a project_dir to put the checkpoints in")
-        from accel_ckpt import Best, CheckpointDirectory, keep_for_run
+        from accel_ckpt import CheckpointDirectory, keep_for_run
         from accel_ckpt.io.storage import locate
 
-        best = None
-        if project.keep_best is not None and project.metric is not None:
-            best = Best(project.metric, project.keep_best, project.mode)
-        retention = keep_for_run(last=project.total_limit, best=best)
+        retention = keep_for_run(last=project.total_limit, best=self.best)
         return CheckpointDirectory(locate(project.project_dir) / FOLDER, retention=retention, group=self.ranks())
 
     def next(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 from torch import nn
 
-from accel.checkpoints import partial_accumulation as open_window
-from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, PartReport
+from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, check_parts
 from accel.checkpoints.run_facts import SEED_KEY, RunDescription
 from accel.checkpoints.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
-from accel.checkpoints.validation import check_keys, check_parts
+from accel_backends.roles import unreduced_gradients as open_window
+from accel_backends.roles.saved_state_check import PartReport, check_keys
 
 if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock

@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checka
 import torch
 from torch import nn
 
-from accel.checkpoints.load_report import PartReport, few
-from accel.checkpoints.validation import check_model, check_optimizer, fitted_optimizer
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.state_dicts import STATE, names_stored
+from accel_backends.roles.saved_state_check import (
+    PartReport,
+    check_model,
+    check_optimizer,
+    few,
+    fitted_optimizer,
+)
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:

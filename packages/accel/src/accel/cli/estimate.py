@@ -1,31 +1,23 @@
 """``accel estimate-memory``: memory for loading a model, and for training it in one dtype."""
 
-import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from accel.cli.inference_memory import (
-    InferenceOptions,
-    estimate_inference,
-    parse_max_memory,
-    print_inference,
-    transformers_model,
-)
 from accel_launch.cli.options import as_json
 from accel_launch.cli.printing import print_json, print_table
 from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes
 
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+if TYPE_CHECKING:
+    from accel_inference.placement.inference_memory import InferenceOptions
+    from accel_planner.profile.model_sizes import Sizes
+
 BITS: Mapping[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DEFAULTS = ("float32", "float16", "int8", "int4")
 _TRAINED = ("float32", "float16", "bfloat16")
-Sizes = Mapping[str, tuple[int, bool]]
-"""For each tensor by name: number of elements, and whether it is floating-point."""
 
 
 @click.command("estimate-memory")
@@ -59,14 +51,20 @@ def estimate_memory(
     Training is with Adam: weights, gradients and two states, all in that dtype. For a real plan with activations,
     precision and devices, use accel plan. --length and --max-memory add a table for inference.
     """
+    from accel_planner.profile.model_sizes import described_module, sizes_of
+
     model, chosen = _model_and_dtypes(words, dtypes)
-    title, sizes = _sizes_of(model, library_name, trust_remote_code)
+    title, sizes = sizes_of(model, library_name, trust_remote_code)
     rows = estimate(sizes, chosen)
     if batch_size is not None and length is None:
         raise ConfigError("--batch-size is for the KV cache, which needs --length too: the tokens of a sequence")
     budgets = parse_max_memory(max_memory)
-    options = InferenceOptions(batch_size or 1, length or 0, budgets) if length or budgets else None
-    inference = estimate_inference(_module(model, trust_remote_code), title, chosen, options) if options else None
+    options, inference = None, None
+    if length or budgets:
+        from accel_inference.placement.inference_memory import InferenceOptions, estimate_inference
+
+        options = InferenceOptions(batch_size or 1, length or 0, budgets)
+        inference = estimate_inference(described_module(model, trust_remote_code), title, chosen, options)
     if as_json:
         print_json({"model": title, "rows": rows} | ({"inference": inference} if inference else {}))
         return 0
@@ -88,7 +86,7 @@ def estimate_memory(
     return 0
 
 
-def estimate(sizes: Sizes, dtypes: Iterable[str]) -> list[dict[str, Any]]:
+def estimate(sizes: "Sizes", dtypes: Iterable[str]) -> list[dict[str, Any]]:
     """One row for each dtype: bytes of the largest layer, of the model, and of training it; pure.
 
     A layer is an entry of a list (a name with one number), or otherwise a module.
@@ -122,92 +120,46 @@ def _model_and_dtypes(words: Iterable[str], dtypes: Iterable[str]) -> tuple[str,
     return models[0], list(dict.fromkeys(named)) or list(DEFAULTS)
 
 
-def _sizes_of(model: str, library: str | None, trust: bool) -> tuple[str, Sizes]:
-    path = Path(model)
-    if path.is_file() and path.suffix == ".safetensors":
-        return path.name, _header(path)
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if files:
-            return path.name, {name: size for file in files for name, size in _header(file).items()}
-        if (path / "config.json").is_file():
-            return path.name, _from_config(path, library, trust)
-        raise ConfigError(f"{model} holds neither *.safetensors nor a config.json")
-    if ":" in model:
-        from accel.cli.model_loading import load_object
-        from accel_planner.profile.models import build
+def parse_max_memory(words: Iterable[str]) -> dict[int | str, int | str] | None:
+    """Budgets from words like ``0=10GB,cpu=30GB``; None without any."""
+    budgets: dict[int | str, int | str] = {}
+    for word in (word for text in words for word in text.replace(",", " ").split()):
+        device, equals, size = word.partition("=")
+        if not (equals and device and size):
+            raise ConfigError(f"--max-memory {word!r} is not understood; expected device=size, such as 0=10GB,cpu=30GB")
+        budgets[int(device) if device.isdecimal() else device] = size
+    return budgets or None
 
-        return model, _sizes_of_module(build(load_object(model, "the model")).model)
-    raise ConfigError(
-        f"{model!r} is no folder, no .safetensors file and no module:build. Models of a hub are not downloaded here: "
-        "download it first and name its folder"
+
+def print_inference(rows: Iterable[Mapping[str, Any]], options: "InferenceOptions") -> None:
+    """Prints the rows, and below them what each device holds."""
+    rows = list(rows)
+    batch = f" of {options.batch_size} x {options.length} tokens" if options.length else ""
+    print(f"\nMemory usage for inference{batch}")
+    columns = ("weights", "kv_cache", "total")
+    print_table(
+        ["dtype", "Weights>", "KV cache>", "Total>"],
+        [(row["dtype"], *(readable_bytes(row[column]) for column in columns)) for row in rows],
     )
-
-
-def _module(model: str, trust: bool) -> Any:
-    """The model itself, on the meta device if it can be built there."""
-    path = Path(model)
-    folder = path.parent if path.is_file() else path
-    if (folder / "config.json").is_file():
-        return transformers_model(folder, trust)
-    if path.exists():
-        raise ConfigError(f"{folder} has no config.json; --length and --max-memory need one, or a module:build")
-    from accel.cli.model_loading import load_object
-    from accel_planner.profile.models import build
-
-    return build(load_object(model, "the model")).model
-
-
-def _sizes_of_module(module: Any) -> Sizes:
-    from accel_backends.ops.fqn import named_parameters
-
-    found = {name: (p.numel(), p.is_floating_point()) for name, p in named_parameters(module).items()}
-    state = module.state_dict()
-    return found | {name: (b.numel(), b.is_floating_point()) for name, b in module.named_buffers() if name in state}
-
-
-def _header(path: Path) -> Sizes:
-    """Names and sizes of a file's tensors, read from its header only.
-
-    Raises:
-        ConfigError: the header is damaged.
-    """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        entries: Iterator[tuple[str, Any]] = ((name, e) for name, e in header.items() if name != "__metadata__")
-        return {name: (_product(entry["shape"]), entry["dtype"][0] in "FB") for name, entry in entries}
-    except (OSError, ValueError, KeyError, struct.error, MemoryError) as error:
-        raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def _product(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= int(size)
-    return count
-
-
-def _from_config(path: Path, library: str | None, trust: bool) -> Sizes:
-    """Sizes of the model of a transformers configuration, built on the meta device."""
-    if library not in (None, "transformers"):
-        raise ConfigError(f"library_name {library!r} is not supported for {path}; expected transformers")
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModel
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} has a configuration and no weights, and building its model needs transformers: {error}"
-        ) from error
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(
-                AutoConfig.from_pretrained(str(path), trust_remote_code=trust), trust_remote_code=trust
+    placed = [(row, device, held) for row in rows for device, held in row.get("devices", {}).items()]
+    if not placed:
+        return
+    print("\nDevice map (the modules are in --json)")
+    print_table(
+        ["dtype", "Device", "Weights>", "KV cache>", "Budget>"],
+        [
+            (
+                row["dtype"],
+                device,
+                *(readable_bytes(held[column]) for column in ("weights", "kv_cache")),
+                "N/A" if held["budget"] is None or device == "disk" else readable_bytes(held["budget"]),
             )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: transformers cannot build the model: {error}") from error
-    return _sizes_of_module(model)
+            for row, device, held in placed
+        ],
+    )
+    for row in rows:
+        if not row["fits"]:
+            print(f"{row['dtype']}: needs more than a device has; reduce the batch size or the length")
 
 
 def _layer(name: str) -> str:

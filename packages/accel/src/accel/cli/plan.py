@@ -50,10 +50,10 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
 
     Nothing is allocated: the model is built on the meta device and a step is traced without computing it.
     """
-    from accel.cli.model_loading import load_function, load_object
     from accel_planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked
     from accel_planner.candidate import named
     from accel_planner.cost.plan import candidates_on
+    from accel_planner.profile.named_objects import load_function, load_object
     from accel_precision import PrecisionError, PrecisionPolicy
 
     try:

@@ -69,7 +69,7 @@ class Loaders:
 
     def gather_for_metrics(self, data: Any, *, use_gather_object: bool) -> Any:
         """See ``Accelerator.gather_for_metrics``."""
-        from accel.loop.metrics import gather_for_metrics, join_parts
+        from accel_data.metrics import gather_for_metrics, join_parts
 
         strategy = self._strategy
         group = strategy.backend.layout.sequence_group

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.loop.accumulation import Weight, correct_short_window, forget_dropped, normalise, weighted_scale
-from accel_state.errors import BackendError, PrepareError
+from accel_state.errors import BackendError, ConfigError, PrepareError
 from accel_state.watchdog.decorator import Recording, recorded
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ class TrainingStep:
 
     def find_micro_batch_size(self, compute: Any, batch: Any, *, smallest: int) -> int:
         """See ``Accelerator.find_micro_batch_size``."""
-        from accel.loop.micro_batch_size import find_micro_batch_size
+        from accel_backends.roles.micro_batch_size import find_micro_batch_size
 
+        if self.clock.open:
+            raise ConfigError("find_micro_batch_size was called inside an accumulation window; call it between steps")
         strategy, models = self.strategy, self.prepared.models
-        return find_micro_batch_size(
-            strategy.backend, strategy.session, self.clock, models, compute, batch, smallest=smallest
-        )
+        return find_micro_batch_size(strategy.backend, strategy.session, models, compute, batch, smallest=smallest)
 
     def _stop_joining(self) -> None:
         self._joining = False

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from accel.accelerator import Accelerator
-from accel.observe.trackers import Trackers
 from accel.resilience.guard import PreemptionGuard
+from accel_observe.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
     from accel_ckpt.io.storage import Location

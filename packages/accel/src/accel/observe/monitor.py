@@ -1,65 +1,25 @@
 """Observation of a run: meters, progress, profiles, explanations."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
+
+from accel_observe.meters.observed_run import ObservedRun, RunLog, RunProgress
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
     from accel.loop.accumulator import StepClock
     from accel.observe.explain import Explanation
-    from accel.observe.profiler import ProfileKwargs
-    from accel.observe.run_log import RunLog
     from accel.prepared import PreparedObjects
     from accel.setup.run_strategy import RunStrategy
     from accel_launch.config.model import AccelConfig
     from accel_observe.meters.health import LossWatch
     from accel_observe.meters.meter import Meter
     from accel_observe.meters.progress import Progress
-
-
-@final
-@dataclass(slots=True)
-class RunProgress:
-    """Progress of a run over restarts, saved in checkpoints to compute goodput.
-
-    Attributes:
-        began: when the run was first started, in seconds since 1970.
-        resumed: when this process started or resumed the run.
-        productive: seconds of earlier processes that contributed to the checkpoint.
-        steps: optimizer steps that count.
-    """
-
-    began: float
-    resumed: float
-    productive: float = 0.0
-    steps: int = 0
-
-    @classmethod
-    def start(cls) -> "RunProgress":
-        """Progress of a run that begins now."""
-        now = time.time()
-        return cls(now, now)
-
-    def goodput(self, now: float) -> float:
-        """Fraction of the time since the first start that was spent on steps that count."""
-        return (self.productive + now - self.resumed) / max(now - self.began, 1e-9)
-
-    def save(self) -> dict[str, Any]:
-        """State for the checkpoint."""
-        now = time.time()
-        return asdict(RunProgress(self.began, now, self.productive + now - self.resumed, self.steps))
-
-    def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Resumes from a checkpoint; work after it is lost."""
-        if saved:
-            self.began, self.productive, self.steps = saved["began"], saved["productive"], saved["steps"]
-            self.resumed = time.time()
+    from accel_observe.profiling.profiler import ProfileKwargs
 
 
 @final
@@ -76,7 +36,7 @@ class Monitor:
         prepared: "PreparedObjects",
         clock: "StepClock",
         config: "AccelConfig",
-        log: "RunLog",
+        log: RunLog,
         profiling: "ProfileKwargs | None",
     ) -> None:
         self._strategy = strategy
@@ -103,7 +63,6 @@ class Monitor:
         from accel_observe.meters.flops import peak_flops as looked_up
         from accel_observe.meters.health import LossWatch
         from accel_observe.meters.meter import Meter
-        from accel_observe.meters.observed_run import ObservedRun
 
         if self._meter is not None:
             self._meter.close()
@@ -136,26 +95,11 @@ class Monitor:
         shown = self._strategy.session.is_main_process
         return Progress(loader, meter, shown=shown, stream=sys.stderr, description=description, seconds=seconds)
 
-    @contextmanager
-    def profile(self, options: "ProfileKwargs | None" = None) -> "Iterator[profile]":
+    def profile(self, options: "ProfileKwargs | None" = None) -> "AbstractContextManager[profile]":
         """See ``Accelerator.profile``."""
-        from accel.observe.profiler import MERGED, SUMMARY, ProfileKwargs, merge_traces, summary_table, top_operators
+        from accel_observe.profiling.profiler import ProfileKwargs, profiled
 
-        options = options or self._profiling or ProfileKwargs()
-        session = self._strategy.session
-        profiler = options.build()
-        with profiler:
-            yield profiler
-        if options.output_trace_dir is None:
-            return
-        folder = Path(options.output_trace_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"profile_{session.rank}.json"))
-        session.wait_for_everyone()
-        if session.is_main_process:
-            traces = [(rank, folder / f"profile_{rank}.json") for rank in range(session.world_size)]
-            merge_traces([(rank, path) for rank, path in traces if path.exists()], folder / MERGED)
-            (folder / SUMMARY).write_text(summary_table(top_operators(profiler, 30)) + "\n", encoding="utf-8")
+        return profiled(options or self._profiling or ProfileKwargs(), self._strategy.session)
 
     def explain(self) -> "Explanation":
         """See ``Accelerator.explain``."""
@@ -163,30 +107,21 @@ class Monitor:
 
         return explain(self._strategy, self._prepared, self._clock, self._config, self._counted)
 
+    def describe(self) -> dict[str, Any]:
+        """The explanation as plain values, for the trackers."""
+        return self.explain().to_dict()
+
     @contextmanager
     def count_communication(self) -> "Iterator[dict[str, dict[str, int]]]":
         """See ``Accelerator.count_communication``."""
-        from accel.observe.explain import counted_communication
+        from accel_observe.profiling.communication import counted_communication
 
         with counted_communication() as found:
             yield found
         self._counted = found
 
-    @contextmanager
-    def memory_snapshot(self, path: str | Path | None, count: int) -> Iterator[None]:
+    def memory_snapshot(self, path: str | Path | None, count: int) -> AbstractContextManager[None]:
         """See ``Accelerator.memory_snapshot``."""
-        from accel_state.device.memory import should_reduce_batch_size
+        from accel_observe.profiling.memory_snapshot import memory_snapshot
 
-        try:
-            yield
-        except Exception as error:
-            if should_reduce_batch_size(error):
-                from accel.observe.memory_snapshot import largest_tensors, names_of, write_snapshot
-
-                held = largest_tensors(names_of(self._prepared.models, self._prepared.inner_optimizers), count)
-                error.add_note("the largest tensors:\n" + "\n".join(map(str, held)))
-                if path is not None:
-                    session = self._strategy.session
-                    place = Path(str(path).replace("{rank}", str(session.rank)))
-                    write_snapshot(place, error, held, session.device)
-            raise
+        return memory_snapshot(self._strategy.session, self._prepared, path, count)

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
-from accel.resilience.preemption import Notice, Preemption, StopConsensus
-from accel_launch.launch.exit_status import PREEMPTED_STATUS
+from accel_launch.preemption.exit_status import PREEMPTED_STATUS
+from accel_launch.preemption.preemption import Notice, Preemption, StopConsensus
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class PreemptionGuard:
 
 
 def _requeued() -> bool:
-    from accel.resilience.slurm_requeue import requeue
+    from accel_launch.preemption.slurm_requeue import requeue
 
     return requeue()
 

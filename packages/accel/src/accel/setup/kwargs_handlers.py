@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel.observe.profiler import ProfileKwargs
     from accel_backends import BackendConfig
+    from accel_observe.profiling.profiler import ProfileKwargs
     from accel_precision import AutocastKwargs, GradScalerKwargs
 
 
@@ -97,8 +97,8 @@ def sort_handlers(handlers: Sequence[object] | None) -> Handlers:
     """
     if not handlers:
         return Handlers()
-    from accel.observe.profiler import ProfileKwargs
     from accel_backends import BackendConfig
+    from accel_observe.profiling.profiler import ProfileKwargs
     from accel_precision import (
         AORecipeKwargs,
         AutocastKwargs,

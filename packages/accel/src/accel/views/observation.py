@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
     from accel.observe.explain import Explanation
     from accel.observe.monitor import Monitor
-    from accel.observe.profiler import ProfileKwargs
-    from accel.observe.run_log import RunLog
-    from accel.observe.trackers import Trackers
     from accel_observe.meters.health import LossWatch
     from accel_observe.meters.meter import Meter
+    from accel_observe.meters.observed_run import RunLog
     from accel_observe.meters.progress import Progress
+    from accel_observe.profiling.profiler import ProfileKwargs
     from accel_observe.tracking.base import GeneralTracker
     from accel_observe.tracking.delivery_queue import QueueOptions
     from accel_observe.tracking.reductions import Reductions
+    from accel_observe.tracking.trackers import Trackers
     from accel_state.enums import LoggerType
 
 

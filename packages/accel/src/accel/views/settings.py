@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from accel.setup.kwargs_handlers import ProjectConfiguration
     from accel.setup.run_strategy import RunStrategy
     from accel.state import AcceleratorState, GradientState
+    from accel.utils.enums import FP8BackendType
     from accel_backends import Backend, Choice, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_ckpt import SaveHandle
     from accel_data import LoaderOptions
     from accel_deepspeed import DeepSpeedPlugin
     from accel_launch.config.model import AccelConfig
     from accel_precision import PrecisionPolicy
-    from accel_state import DataShard, DistributedType, FP8BackendType, ParallelismConfig
+    from accel_state import DataShard, DistributedType, ParallelismConfig
     from accel_state.session import Session
 B = TypeVar("B", bound="Backend")
 
@@ -134,7 +135,7 @@ class SettingViews(ABC):
     @property
     def fp8_backend(self) -> "FP8BackendType | str":
         """Library that computes in fp8: AO, TE, NO, or the name of another installed library."""
-        from accel_state import FP8BackendType
+        from accel.utils.enums import FP8BackendType
 
         library = "" if self.policy.fp8 is None else self.policy.fp8.library
         known = {"": FP8BackendType.NO, "torchao": FP8BackendType.AO, "transformer_engine": FP8BackendType.TE}

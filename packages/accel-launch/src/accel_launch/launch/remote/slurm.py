@@ -11,8 +11,8 @@ from typing import final
 
 from accel_launch.config.model import AccelConfig
 from accel_launch.launch.checks import machine_range
-from accel_launch.launch.exit_status import PREEMPTED_STATUS
 from accel_launch.launch.remote.remote_command import launcher_argv
+from accel_launch.preemption.exit_status import PREEMPTED_STATUS
 from accel_state.errors import LaunchError
 
 _WHERE = {

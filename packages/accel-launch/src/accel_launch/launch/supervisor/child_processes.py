@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import final
 
 from accel_launch.launch.child_main import COMMAND, ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE, WORKER_MODULE
-from accel_launch.launch.exit_status import FAILED_MARK, PREEMPTED_STATUS
 from accel_launch.launch.launch_plan import ProcessPlan
 from accel_launch.launch.supervisor.failure import (
     Exit,
@@ -26,6 +25,7 @@ from accel_launch.launch.supervisor.failure import (
 from accel_launch.launch.supervisor.interrupts import FOR_PROCESSES, Interrupts
 from accel_launch.launch.supervisor.orphan_reaper import Guard
 from accel_launch.launch.supervisor.output import Output
+from accel_launch.preemption.exit_status import FAILED_MARK, PREEMPTED_STATUS
 from accel_state.errors import LaunchError
 
 # Seconds between two polls on systems that cannot signal when a process ends.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from accel_launch.launch.exit_status import PREEMPTED_STATUS
+from accel_launch.preemption.exit_status import PREEMPTED_STATUS
 
 _NOTICED_AFTER = 0.5
 

@@ -6,7 +6,6 @@ import sys
 import uuid
 from pathlib import Path
 
-from accel_launch.launch.exit_status import PREEMPTED_STATUS
 from accel_launch.launch.launch_plan import LaunchPlan
 from accel_launch.launch.supervisor.child_processes import Workers
 from accel_launch.launch.supervisor.failure import Failure, report
@@ -14,6 +13,7 @@ from accel_launch.launch.supervisor.interrupts import FOR_PROCESSES, Interrupts
 from accel_launch.launch.supervisor.orphan_reaper import Guard
 from accel_launch.launch.supervisor.output import Output
 from accel_launch.launch.supervisor.ports import reserved_port
+from accel_launch.preemption.exit_status import PREEMPTED_STATUS
 
 _STOPPED_BY_SIGNAL = 128
 

@@ -4,14 +4,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel.observe.explain import Explanation
-    from accel.observe.run_log import RunLog
-    from accel.setup.kwargs_handlers import ProjectConfiguration
+    from accel_observe.meters.observed_run import RunLog
     from accel_observe.tracking.base import GeneralTracker
     from accel_observe.tracking.delivery_queue import QueueOptions
     from accel_observe.tracking.reductions import Reductions
@@ -24,13 +22,19 @@ DEFAULT_FOLDER = "runs"
 _START_SECONDS = 120.0
 
 
+class Project(Protocol):
+    """Interface of a project: the folder of its logs, which may be set after the trackers were requested."""
+
+    logging_dir: str | Path | None
+
+
 @final
 class Trackers:
     """Starts trackers, queues logged values, and saves the trackers' state in the checkpoint.
 
     Args:
         log: receives the trackers when they are started.
-        describe: returns the explanation of the run, which is recorded before the first logged values.
+        describe: returns a description of the run as plain values, which is recorded before the first logged values.
 
     Attributes:
         log_with: the requested trackers, by name or as objects.
@@ -39,10 +43,10 @@ class Trackers:
     def __init__(
         self,
         session: "Session",
-        project: "ProjectConfiguration",
+        project: Project,
         log: "RunLog",
         log_with: "LogWith",
-        describe: "Callable[[], Explanation]",
+        describe: Callable[[], Mapping[str, Any]],
     ) -> None:
         from accel_observe.tracking.registry import filter_trackers
 
@@ -137,7 +141,7 @@ class Trackers:
             return
         if not self._described:
             self._described = True
-            self._log.event("described", values=self._describe().to_dict())
+            self._log.event("described", values=self._describe())
         self._log.tracking.log(values, step, log_kwargs or {})
 
     def warn_untracked(self, what: str) -> None:

@@ -1,32 +1,31 @@
-"""Check that a checkpoint fits this run, by names, shapes and options, before any tensor is read."""
+"""Check that saved states of models and optimizers fit, by names, shapes and options, before any tensor is read."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel.checkpoints.load_report import PartReport, few
 from accel_backends.ops.state_dicts import ASIDE, GROUPS, PARAMS, STATE
 from accel_state.errors import CheckpointMismatchError
 
 
-def check_parts(wanted: Collection[str], saved: Sequence[str], here: Sequence[str]) -> None:
-    """Refuses a checkpoint without the requested parts, and parts that the run cannot load.
+@final
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """Names within one part; only models and optimizers have any.
 
-    Raises:
-        CheckpointMismatchError: names the first unknown part, the nearest one, and all available ones.
+    Attributes:
+        loaded: parameters and buffers whose values, or whose optimizer states, were loaded.
+        missing: those that the checkpoint lacks; they keep what they had (an optimizer's state begins anew).
+        left_over: those of the checkpoint that the run does not have; they were ignored.
     """
-    for names, lacks in ((saved, "the checkpoint holds no part"), (here, "nothing here takes the part")):
-        unknown = sorted(set(wanted) - set(names))
-        if unknown:
-            near = get_close_matches(unknown[0], names, n=1)
-            hint = f" (nearest: {near[0]!r})" if near else ""
-            holds = "it holds" if names is saved else "prepared or registered here are"
-            raise CheckpointMismatchError(
-                f"load_state(parts=...): {lacks} {unknown[0]!r}{hint}; {holds} {', '.join(names)}"
-            )
+
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
 
 
 def check_model(
@@ -162,3 +161,9 @@ def _differences(name: str, missing: Sequence[str], unknown: Sequence[str], know
         near = get_close_matches(unknown[0], known, n=1)
         parts.append(f"it holds unknown {few(unknown)}{f' (nearest: {near[0]})' if near else ''}")
     return f"the checkpoint's {name} is that of another model: {'; '.join(parts)}"
+
+
+def few(items: Sequence[str], most: int = 5) -> str:
+    """The first of many names, and how many more there are."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,15 +1,19 @@
 """Memory snapshot at an out-of-memory error: the largest tensors, by name."""
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 from torch import nn
 
 from accel_state.device.device import Device
+
+if TYPE_CHECKING:
+    from accel_state.session import Session
 
 
 @final
@@ -25,6 +29,35 @@ class HeldTensor:
 
     def __str__(self) -> str:
         return f"{self.nbytes / 2**20:10.2f} MiB  {self.dtype} {list(self.shape)} on {self.device}: {self.name}"
+
+
+class NamedObjects(Protocol):
+    """Interface of the objects whose tensors have names: models, and the users' optimizers."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
+    @property
+    def inner_optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
+
+
+@contextmanager
+def memory_snapshot(session: "Session", named: NamedObjects, path: str | Path | None, count: int) -> Iterator[None]:
+    """On an out-of-memory error in the block, adds the ``count`` largest tensors to the error, and to a file.
+
+    ``{rank}`` in ``path`` stands for the rank; None: no file.
+    """
+    from accel_state.device.memory import should_reduce_batch_size
+
+    try:
+        yield
+    except Exception as error:
+        if should_reduce_batch_size(error):
+            held = largest_tensors(names_of(named.models, named.inner_optimizers), count)
+            error.add_note("the largest tensors:\n" + "\n".join(map(str, held)))
+            if path is not None:
+                place = Path(str(path).replace("{rank}", str(session.rank)))
+                write_snapshot(place, error, held, session.device)
+        raise
 
 
 def names_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, str]:

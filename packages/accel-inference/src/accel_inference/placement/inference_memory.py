@@ -4,18 +4,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from accel_launch.cli.printing import print_table
+import torch
+from torch import nn
+
+from accel_inference.placement.auto_map import infer_auto_device_map
+from accel_inference.placement.budgets import DeviceName, get_max_memory
+from accel_inference.placement.sizes import compute_module_sizes
 from accel_state.enums import CustomDtype
 from accel_state.errors import ConfigError
-from accel_state.sizes import readable_bytes
-
-if TYPE_CHECKING:
-    from torch import nn
-
-DeviceName = int | str
 
 _HOST: tuple[DeviceName, ...] = ("cpu", "disk")
 _CACHE = "_kv_cache_of_the_estimate"
@@ -81,28 +79,13 @@ def cache_shape(config: Any, model: str) -> CacheShape:
     return CacheShape(*(int(size) for size in sizes.values() if size is not None))
 
 
-def parse_max_memory(words: Iterable[str]) -> dict[DeviceName, int | str] | None:
-    """Budgets from words like ``0=10GB,cpu=30GB``; None without any."""
-    budgets: dict[DeviceName, int | str] = {}
-    for word in (word for text in words for word in text.replace(",", " ").split()):
-        device, equals, size = word.partition("=")
-        if not (equals and device and size):
-            raise ConfigError(f"--max-memory {word!r} is not understood; expected device=size, such as 0=10GB,cpu=30GB")
-        budgets[int(device) if device.isdecimal() else device] = size
-    return budgets or None
-
-
 def estimate_inference(
-    model: "nn.Module", name: str, dtypes: Iterable[str], options: InferenceOptions
+    model: nn.Module, name: str, dtypes: Iterable[str], options: InferenceOptions
 ) -> list[dict[str, Any]]:
     """One row for each dtype: bytes of the weights and the KV cache, and with budgets the device map and its memory.
 
     The model may be on the meta device. Its floating-point parameters become float32, so that each dtype is exact.
     """
-    import torch
-
-    from accel_inference import compute_module_sizes
-
     shape = cache_shape(getattr(model, "config", None), name) if options.length else None
     model = model.to(torch.float32)
     rows: list[dict[str, Any]] = []
@@ -119,7 +102,7 @@ def estimate_inference(
 
 
 def place(
-    model: "nn.Module", dtype: str, max_memory: Mapping[DeviceName, int | str], layers: Iterable[str], layer_cache: int
+    model: nn.Module, dtype: str, max_memory: Mapping[DeviceName, int | str], layers: Iterable[str], layer_cache: int
 ) -> dict[str, Any]:
     """Device map with each layer's KV cache beside its weights, and the bytes on each device.
 
@@ -129,8 +112,6 @@ def place(
     Raises:
         ConfigError: a budget cannot be read.
     """
-    from accel_inference import compute_module_sizes, get_max_memory, infer_auto_device_map
-
     try:
         budgets = get_max_memory(max_memory)
     except ValueError as error:
@@ -165,66 +146,9 @@ def place(
     return {"device_map": dict(found), "devices": memory, "fits": fits}
 
 
-def transformers_model(path: Path, trust: bool) -> "nn.Module":
-    """Builds the model of a folder's configuration on the meta device, with its head if the configuration names one.
-
-    Raises:
-        ConfigError: transformers is missing, or cannot build it.
-    """
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise ConfigError(f"the model of {path} is built by transformers, which cannot be imported: {error}") from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=trust)
-        named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        with torch.device("meta"):
-            if named is not None:
-                model: nn.Module = named(config)
-            else:
-                model = transformers.AutoModel.from_config(config, trust_remote_code=trust)
-            return model
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: transformers cannot build the model: {error}") from error
-
-
-def print_inference(rows: Iterable[Mapping[str, Any]], options: InferenceOptions) -> None:
-    """Prints the rows, and below them what each device holds."""
-    rows = list(rows)
-    batch = f" of {options.batch_size} x {options.length} tokens" if options.length else ""
-    print(f"\nMemory usage for inference{batch}")
-    columns = ("weights", "kv_cache", "total")
-    print_table(
-        ["dtype", "Weights>", "KV cache>", "Total>"],
-        [(row["dtype"], *(readable_bytes(row[column]) for column in columns)) for row in rows],
-    )
-    placed = [(row, device, held) for row in rows for device, held in row.get("devices", {}).items()]
-    if not placed:
-        return
-    print("\nDevice map (the modules are in --json)")
-    print_table(
-        ["dtype", "Device", "Weights>", "KV cache>", "Budget>"],
-        [
-            (
-                row["dtype"],
-                device,
-                *(readable_bytes(held[column]) for column in ("weights", "kv_cache")),
-                "N/A" if held["budget"] is None or device == "disk" else readable_bytes(held["budget"]),
-            )
-            for row, device, held in placed
-        ],
-    )
-    for row in rows:
-        if not row["fits"]:
-            print(f"{row['dtype']}: needs more than a device has; reduce the batch size or the length")
-
-
 @contextmanager
-def _cache_buffers(model: "nn.Module", layers: Iterable[str], size: int) -> Iterator[None]:
+def _cache_buffers(model: nn.Module, layers: Iterable[str], size: int) -> Iterator[None]:
     """Gives each layer a meta buffer of its cache's bytes, which the search for a map counts like a weight."""
-    import torch
-
     modules = [model.get_submodule(layer) for layer in layers] if size else []
     for module in modules:
         module.register_buffer(_CACHE, torch.empty(size, dtype=torch.uint8, device="meta"), persistent=False)
@@ -235,7 +159,7 @@ def _cache_buffers(model: "nn.Module", layers: Iterable[str], size: int) -> Iter
             delattr(module, _CACHE)
 
 
-def _classes(model: "nn.Module", layers: Iterable[str]) -> set[str]:
+def _classes(model: nn.Module, layers: Iterable[str]) -> set[str]:
     return {type(model.get_submodule(layer)).__name__ for layer in layers}
 
 
@@ -243,11 +167,9 @@ def _device_of(layer: str, device_map: Mapping[str, DeviceName]) -> DeviceName:
     return next(device for part, device in device_map.items() if not part or f"{layer}.".startswith(f"{part}."))
 
 
-def _layer_names(model: "nn.Module", num_layers: int, name: str) -> list[str]:
-    from torch.nn import ModuleList
-
+def _layer_names(model: nn.Module, num_layers: int, name: str) -> list[str]:
     for path, module in model.named_modules():
-        if isinstance(module, ModuleList) and len(module) == num_layers:
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return [f"{path}.{index}" if path else str(index) for index in range(num_layers)]
     raise ConfigError(f"{name} has no ModuleList of {num_layers} layers, so its KV cache cannot be placed")
 

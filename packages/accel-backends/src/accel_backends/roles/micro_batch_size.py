@@ -11,8 +11,7 @@ from accel_backends.roles.lost_step import LostStepError
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel.loop.accumulator import StepClock
-    from accel_backends import Backend
+    from accel_backends.core.backend import Backend
     from accel_state.session import Session
 
 Compute = Callable[[Any], torch.Tensor]
@@ -21,16 +20,20 @@ Compute = Callable[[Any], torch.Tensor]
 def find_micro_batch_size(
     backend: "Backend",
     session: "Session",
-    clock: "StepClock",
     models: Sequence[nn.Module],
     compute: Compute,
     batch: Any,
     *,
     smallest: int,
 ) -> int:
-    """See ``Accelerator.find_micro_batch_size``.
+    """Halves ``batch`` until a step of ``compute`` with its backward fits into memory on all ranks; returns its rows.
+
+    Gradients, buffers and random states of ``models`` are as before. Call it between two steps.
 
     Collective: every rank of the group must call this.
+
+    Raises:
+        ConfigError: ``batch`` has fewer than ``smallest`` rows, or not even these fit on every rank.
     """
     from accel_state.collectives.tensors import agree
     from accel_state.device.memory import clear_device_cache
@@ -39,8 +42,6 @@ def find_micro_batch_size(
     rows = find_batch_size(batch)
     if rows is None or rows < smallest:
         raise ConfigError(f"batch has {rows} rows; expected at least smallest={smallest}, as tensors")
-    if clock.open:
-        raise ConfigError("find_micro_batch_size was called inside an accumulation window; call it between steps")
     size: int = rows
     while True:
         fits, problem = _try_step(backend, session, models, compute, slice_tensors(batch, slice(0, size)))

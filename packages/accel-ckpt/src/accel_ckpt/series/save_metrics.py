@@ -1,25 +1,23 @@
-"""Metrics of a checkpoint, checked against the project's rule for keeping the best checkpoints."""
+"""Metrics of a checkpoint, checked against the rule for keeping the best checkpoints of its series."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
+from accel_ckpt.series.retention import METRICS, Best
 from accel_state.errors import ConfigError
-
-if TYPE_CHECKING:
-    from accel.setup.kwargs_handlers import ProjectConfiguration
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SaveMetrics:
-    """Arguments of ``save_state`` beside the state: the user's metadata, and metrics by name or None."""
+    """Arguments of a save beside the state: the user's metadata, metrics by name or None, and the rule for the best."""
 
     metadata: Mapping[str, Any]
     metrics: Mapping[str, Any] | None
-    project: "ProjectConfiguration"
+    best: Best | None
 
     def check(self) -> None:
         """Refuses metrics that are not numbers, or that lack the metric by which the best checkpoints are kept.
@@ -28,35 +26,33 @@ class SaveMetrics:
             ConfigError: names the metric, and the nearest one given.
         """
         values = self._values()
-        name = self.project.metric
-        if self.project.keep_best is None or self.metrics is None or name is None or name in values:
+        best = self.best
+        if best is None or self.metrics is None or best.metric in values:
             return
-        near = get_close_matches(name, values, n=1)
+        near = get_close_matches(best.metric, values, n=1)
         hint = f" (nearest: {near[0]!r})" if near else ""
         raise ConfigError(
-            f"save_state(metrics=...) has no {name!r}{hint}, by which the best {self.project.keep_best} checkpoints "
+            f"save_state(metrics=...) has no {best.metric!r}{hint}, by which the best {best.count} checkpoints "
             f"are kept; it has {', '.join(map(repr, values)) or 'none'}. Give it, or leave metrics out for a "
             "checkpoint that is not compared"
         )
 
     def warning(self) -> str | None:
-        """Reason why this checkpoint cannot be among the best, although the project keeps the best; None if it can."""
-        name = self.project.metric
-        if self.project.keep_best is None or name is None:
+        """Reason why this checkpoint cannot be among the best, although the series keeps the best; None if it can."""
+        best = self.best
+        if best is None:
             return None
         if self.metrics is None:
             return (
-                f"save_state without metrics: the checkpoint is not compared with the best {self.project.keep_best} "
-                f"by {name!r}, and stays or goes as if there were none"
+                f"save_state without metrics: the checkpoint is not compared with the best {best.count} "
+                f"by {best.metric!r}, and stays or goes as if there were none"
             )
-        if math.isnan(self._values()[name]):
-            return f"the metric {name!r} is nan: the checkpoint is not among the best {self.project.keep_best}"
+        if math.isnan(self._values()[best.metric]):
+            return f"the metric {best.metric!r} is nan: the checkpoint is not among the best {best.count}"
         return None
 
     def document(self) -> dict[str, Any]:
         """Entry of the checkpoint's metadata; empty without metrics."""
-        from accel_ckpt.series.retention import METRICS
-
         return {} if self.metrics is None else {METRICS: self._values()}
 
     def _values(self) -> dict[str, float]:

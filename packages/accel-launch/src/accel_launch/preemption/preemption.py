@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
-from accel_launch.launch.exit_status import FAILED_MARK, PREEMPTED_STATUS
+from accel_launch.preemption.exit_status import FAILED_MARK, PREEMPTED_STATUS
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Profiles of a run by torch's profiler: a trace for each rank, a merged trace, and the slowest operators."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -10,6 +11,8 @@ from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.profiler import profile
+
+    from accel_state.session import Session
 
 OTHER_KERNELS = "(kernels outside of operators)"
 MERGED, SUMMARY = "profile_merged.json", "profile_summary.txt"
@@ -80,6 +83,27 @@ class ProfileKwargs:
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
+
+
+@contextmanager
+def profiled(options: ProfileKwargs, session: "Session") -> "Iterator[profile]":
+    """Profiles the block on every rank; writes traces and the main rank's summary if the options name a folder.
+
+    Collective: every rank of the group must call this.
+    """
+    profiler = options.build()
+    with profiler:
+        yield profiler
+    if options.output_trace_dir is None:
+        return
+    folder = Path(options.output_trace_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"profile_{session.rank}.json"))
+    session.wait_for_everyone()
+    if session.is_main_process:
+        traces = [(rank, folder / f"profile_{rank}.json") for rank in range(session.world_size)]
+        merge_traces([(rank, path) for rank, path in traces if path.exists()], folder / MERGED)
+        (folder / SUMMARY).write_text(summary_table(top_operators(profiler, 30)) + "\n", encoding="utf-8")
 
 
 def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Profiles of a run: operators, communication, and tensors at an out-of-memory error."""

@@ -1,0 +1,129 @@
+"""Sizes of a model's tensors by name, read from its files or its configuration without loading values."""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_planner.profile.named_objects import load_object
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Sizes = Mapping[str, tuple[int, bool]]
+"""For each tensor by name: number of elements, and whether it is floating-point."""
+
+
+def sizes_of(model: str, library: str | None, trust: bool) -> tuple[str, Sizes]:
+    """Title and sizes of ``model``: a safetensors file, a folder of them or with a ``config.json``, or a module:build.
+
+    Raises:
+        ConfigError: ``model`` is none of these, or cannot be read or built.
+    """
+    path = Path(model)
+    if path.is_file() and path.suffix == ".safetensors":
+        return path.name, _header(path)
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if files:
+            return path.name, {name: size for file in files for name, size in _header(file).items()}
+        if (path / "config.json").is_file():
+            return path.name, _from_config(path, library, trust)
+        raise ConfigError(f"{model} holds neither *.safetensors nor a config.json")
+    if ":" in model:
+        from accel_planner.profile.models import build
+
+        return model, _module_sizes(build(load_object(model, "the model")).model)
+    raise ConfigError(
+        f"{model!r} is no folder, no .safetensors file and no module:build. Models of a hub are not downloaded here: "
+        "download it first and name its folder"
+    )
+
+
+def described_module(model: str, trust: bool) -> Any:
+    """The model itself, on the meta device if it can be built there.
+
+    Raises:
+        ConfigError: ``model`` has neither a configuration nor a function that builds it.
+    """
+    path = Path(model)
+    folder = path.parent if path.is_file() else path
+    if (folder / "config.json").is_file():
+        return transformers_model(folder, trust)
+    if path.exists():
+        raise ConfigError(f"{folder} has no config.json; --length and --max-memory need one, or a module:build")
+    from accel_planner.profile.models import build
+
+    return build(load_object(model, "the model")).model
+
+
+def _module_sizes(module: Any) -> Sizes:
+    from accel_backends.ops.fqn import named_parameters
+
+    found = {name: (p.numel(), p.is_floating_point()) for name, p in named_parameters(module).items()}
+    state = module.state_dict()
+    return found | {name: (b.numel(), b.is_floating_point()) for name, b in module.named_buffers() if name in state}
+
+
+def _header(path: Path) -> Sizes:
+    """Names and sizes of a file's tensors, read from its header only.
+
+    Raises:
+        ConfigError: the header is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        entries: Iterator[tuple[str, Any]] = ((name, e) for name, e in header.items() if name != "__metadata__")
+        return {name: (prod(map(int, entry["shape"])), entry["dtype"][0] in "FB") for name, entry in entries}
+    except (OSError, ValueError, KeyError, struct.error, MemoryError) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _from_config(path: Path, library: str | None, trust: bool) -> Sizes:
+    """Sizes of the model of a transformers configuration, built on the meta device."""
+    if library not in (None, "transformers"):
+        raise ConfigError(f"library_name {library!r} is not supported for {path}; expected transformers")
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModel
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} has a configuration and no weights, and building its model needs transformers: {error}"
+        ) from error
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(
+                AutoConfig.from_pretrained(str(path), trust_remote_code=trust), trust_remote_code=trust
+            )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: transformers cannot build the model: {error}") from error
+    return _module_sizes(model)
+
+
+def transformers_model(path: Path, trust: bool) -> "nn.Module":
+    """Builds the model of a folder's configuration on the meta device, with its head if the configuration names one.
+
+    Raises:
+        ConfigError: transformers is missing, or cannot build it.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"the model of {path} is built by transformers, which cannot be imported: {error}") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=trust)
+        named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        with torch.device("meta"):
+            if named is not None:
+                model: nn.Module = named(config)
+            else:
+                model = transformers.AutoModel.from_config(config, trust_remote_code=trust)
+            return model
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: transformers cannot build the model: {error}") from error
