@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from accel_backends.ops.compile import repeated_blocks
+from accel_backends.ops.blocks import repeated_blocks
 
 
 def compile_regions_in_place(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
