@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from accel.utils import constants
-from accel.utils.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accel.utils.enums import ComputeEnvironment, SageMakerDistributedType
 from accel_compat.commands.command_line import default_file
+from accel_state.enums import DistributedType
 
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
