@@ -6,3 +6,5 @@ from accel_launch.launch.host import HostFacts as HostFacts
 from accel_launch.launch.host import read_host as read_host
 from accel_launch.launch.launch_plan import LaunchPlan as LaunchPlan
 from accel_launch.launch.launch_plan import ProcessPlan as ProcessPlan
+from accel_launch.notebook.launchers import debug_launcher as debug_launcher
+from accel_launch.notebook.launchers import notebook_launcher as notebook_launcher
