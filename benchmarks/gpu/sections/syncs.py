@@ -15,7 +15,7 @@ from benchmarks.gpu.bench import Bench
 
 Step = Callable[[int], object]
 WIDTH = 64
-# What the documentation says of these: they read one number of the device in each step.
+# What the documentation says of it: it reads one number of the device in each step.
 ALLOWED = {"fp16": 1}
 
 

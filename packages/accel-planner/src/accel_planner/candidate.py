@@ -20,7 +20,7 @@ class Candidate:
         backend: entry-point name of its backend, and of the cost model that made it.
         options: fields of the backend's configuration.
         checkpointing: activation checkpointing of the repeated blocks.
-        wraps_blocks: the repeated blocks are to be wrapped with activation checkpointing before the backend prepares
+        wraps_blocks: the repeated blocks are to be recomputed in backward before the backend prepares
             the model, because the backend has no option for it.
         offload: parameters and optimizer states are kept in host memory, and the optimizer steps there.
         optimizers: names of the classes of torch.optim that it supports; None: all but ``unfit``.

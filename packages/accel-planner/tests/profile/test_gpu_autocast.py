@@ -1,6 +1,5 @@
 """Autocast as on GPUs: the dtypes are those that torch's own autocast of CUDA gives fake tensors."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +78,6 @@ def test_the_lists_are_the_types_and_last_as_long_as_the_context(
     for device_type, dtype in lists.items():
         with autocast_lists_of(device_type):
             assert result(operation, "cpu", torch.bfloat16, torch.bfloat16) == dtype
-        gc.collect()
         assert result(operation, "cpu", torch.bfloat16, torch.bfloat16) == lists["cpu"]
 
 

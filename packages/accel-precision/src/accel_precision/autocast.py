@@ -135,13 +135,13 @@ def restore_module(model: nn.Module) -> nn.Module:
 def plain_module(model: nn.Module) -> nn.Module:
     """Returns a module of the original class that shares parameters, buffers and children with ``model``.
 
-    ``model`` itself is unchanged, and is returned if its calls run in no context of ``call_within``.
+    ``model`` itself is unchanged, and is returned if its class was not made by ``subclass_with``.
     """
     return copy.copy(model) if isinstance(model, _Swapped) else model
 
 
 def is_swapped(model: nn.Module) -> bool:
-    """Whether calls of this module run in a context of ``call_within``."""
+    """Whether the module's class was made by ``subclass_with``."""
     return isinstance(model, _Swapped)
 
 

@@ -652,9 +652,10 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
     # End
 
     def end_training(self) -> None:
-        """Finishes a running save; closes trackers, backend, and the process group if this Accelerator opened it."""
+        """Finishes a running save; closes meter, trackers, backend, and the process group if this object opened it."""
         self._guard.stop()
         self._checkpointer.close()
+        self._monitor.close()
         self._trackers.finish()
         self._strategy.backend.close()
         self.session.close()

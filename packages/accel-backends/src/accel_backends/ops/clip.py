@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accel_backends.ops.fqn import few
 from accel_backends.private import clamp, multiply, norms_of
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
@@ -150,17 +151,12 @@ def nonfinite(parameters: Iterable[torch.Tensor], names: Names | None) -> str:
     with_gradient = [(position, one) for position, one in enumerate(parameters) if one.grad is not None]
     good = finite([one.grad for _, one in with_gradient if one.grad is not None])
     bad = [place for place, fine in zip(with_gradient, good, strict=True) if not fine]
-    return listed([known.get(id(parameter), f"parameter {position}") for position, parameter in bad])
+    return few([known.get(id(parameter), f"parameter {position}") for position, parameter in bad], 10)
 
 
 def finite(gradients: Sequence[torch.Tensor]) -> list[bool]:
     """Whether all of this rank's elements of each gradient are finite."""
     return [bool(torch.isfinite(_local(gradient)).all()) for gradient in gradients]
-
-
-def listed(names: Sequence[str], most: int = 10) -> str:
-    """Returns the first ``most`` names as text, and the number of further ones."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

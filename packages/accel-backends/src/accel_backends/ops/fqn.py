@@ -4,7 +4,7 @@ A wrapper is recognised by its type and submodules, not by the text of a name, b
 called ``module``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -103,3 +103,8 @@ def sparse_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             yield name, module
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """Returns the first ``most`` names as text, and the number of further ones."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

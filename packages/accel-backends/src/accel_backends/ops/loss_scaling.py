@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from accel_backends.ops.clip import Names, listed
+from accel_backends.ops.clip import Names
+from accel_backends.ops.fqn import few
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
 
@@ -53,6 +54,6 @@ def check_scaled(scaler: LossScaler, optimizer: Optimizer, names: Names) -> None
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     held = [known.get(id(parameter), "?") for parameter in parameters if parameter.grad is not None]
     raise BackendError(
-        f"the gradients of {type(optimizer).__name__} ({listed(held, 3)}) are of a loss without the fp16 loss scale, "
+        f"the gradients of {type(optimizer).__name__} ({few(held, 3)}) are of a loss without the fp16 loss scale, "
         "by which they would be divided: loss.backward() was called where accelerator.backward(loss) is needed"
     )

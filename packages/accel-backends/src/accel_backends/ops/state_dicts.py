@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from accel_backends.ops.fqn import first_names, innermost, named_parameters, raw_prefixes
+from accel_backends.ops.fqn import few, first_names, innermost, named_parameters, raw_prefixes
 from accel_backends.private import is_of_fsdp2, loads_as_torch_does, saves_as_torch_does, shard_of
 from accel_state.errors import CheckpointMismatchError, PrepareError
 
@@ -86,7 +86,7 @@ def load_model_state(
         if name in given and _shapes_differ(value := own[raw], given[name])
     ]
     if misshapen:
-        raise CheckpointMismatchError(f"state of another {type(model).__name__}: {_few(misshapen)}")
+        raise CheckpointMismatchError(f"state of another {type(model).__name__}: {few(misshapen)}")
     loaded = {raw: place(given[name], own[raw]) for raw, name in wanted.items() if name in given}
     if all(map(_loads_as_torch_does, model.modules())):
         loaded = {raw: value for raw, value in loaded.items() if not _same_memory(value, own[raw])}
@@ -168,7 +168,7 @@ def fitted_groups(
             missing = sorted(set(known) - set(there))
             reason = differences(kind, missing, sorted({*unknown, *there} - set(known)), known)
             if not missing and set(there) == set(known):
-                reason = f"state of another {kind}: its groups differ, first at group {position} ({_few(here)})"
+                reason = f"state of another {kind}: its groups differ, first at group {position} ({few(here)})"
             raise CheckpointMismatchError(reason)
         fitted.append(_options(group, matches.pop(0), kind))
     return fitted
@@ -189,8 +189,8 @@ def _options(group: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> d
     lacking, foreign = set(group) - set(saved) - ASIDE, set(saved) - set(group) - ASIDE
     if lacking and foreign:
         raise CheckpointMismatchError(
-            f"state of another optimizer: {kind} has {_few(sorted(lacking))}, and the state has "
-            f"{_few(sorted(foreign))} instead; build the optimizer that was saved"
+            f"state of another optimizer: {kind} has {few(sorted(lacking))}, and the state has "
+            f"{few(sorted(foreign))} instead; build the optimizer that was saved"
         )
     kept = {key: value for key, value in group.items() if key not in saved and key != PARAMS}
     return {**kept, **{key: value for key, value in saved.items() if key != PARAMS}}
@@ -213,7 +213,7 @@ def optimizer_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[s
     foreign = foreign_parameters(optimizer, names.keys())
     if foreign:
         raise PrepareError(
-            f"{type(optimizer).__name__} updates parameters of none of the prepared models: {_few(foreign)}"
+            f"{type(optimizer).__name__} updates parameters of none of the prepared models: {few(foreign)}"
         )
     return [names[id(parameter)] for parameter in held]
 
@@ -332,16 +332,11 @@ def differences(kind: str, missing: Sequence[str], unexpected: Sequence[str], kn
     """Describes the differences between the names of a state and the known names, for an error message."""
     parts = [f"state of another {kind}"]
     if missing:
-        parts.append(f"it lacks {_few(missing)}")
+        parts.append(f"it lacks {few(missing)}")
     if unexpected:
         near = get_close_matches(unexpected[0], known, n=1)
-        parts.append(f"it holds unknown {_few(unexpected)}{f' (nearest: {near[0]})' if near else ''}")
+        parts.append(f"it holds unknown {few(unexpected)}{f' (nearest: {near[0]})' if near else ''}")
     return ": ".join((parts[0], "; ".join(parts[1:])))
-
-
-def _few(items: Sequence[str], most: int = 5) -> str:
-    more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:

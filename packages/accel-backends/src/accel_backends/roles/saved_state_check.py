@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch.nn.parameter import is_lazy
 
+from accel_backends.ops.fqn import few
 from accel_backends.ops.state_dicts import ASIDE, GROUPS, PARAMS, STATE
 from accel_state.errors import CheckpointMismatchError
 
@@ -161,9 +162,3 @@ def _differences(name: str, missing: Sequence[str], unknown: Sequence[str], know
         near = get_close_matches(unknown[0], known, n=1)
         parts.append(f"it holds unknown {few(unknown)}{f' (nearest: {near[0]})' if near else ''}")
     return f"the checkpoint's {name} is that of another model: {'; '.join(parts)}"
-
-
-def few(items: Sequence[str], most: int = 5) -> str:
-    """The first of many names, and how many more there are."""
-    more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")

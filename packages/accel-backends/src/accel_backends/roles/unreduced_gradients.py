@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_backends.roles.saved_state_check import few
+from accel_backends.ops.fqn import few
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from accel_state.pytree.operations import leaves_of, map_leaves, send_to_device
+from accel_state.pytree.operations import map_leaves, send_to_device
 
 _LARGE = 2**20
 """Bytes of a batch from which on a thread pins it: below, handing it over takes as long as pinning."""
@@ -183,9 +183,16 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _unpinned(batch: Any) -> int:
-    """Bytes of the host tensors of a batch that are not pinned."""
-    leaves = leaves_of(batch)
-    return sum(leaf.nbytes for leaf in leaves if _is_plain(leaf) and leaf.device.type == "cpu" and not leaf.is_pinned())
+    """Bytes of the host tensors of a batch that are not pinned, without those in objects that move themselves."""
+    sizes: list[int] = []
+
+    def count(leaf: Any) -> Any:
+        if _is_plain(leaf) and leaf.device.type == "cpu" and not leaf.is_pinned():
+            sizes.append(leaf.nbytes)
+        return leaf
+
+    map_leaves(count, batch, is_leaf=_moves_itself)
+    return sum(sizes)
 
 
 def _moves_itself(leaf: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accel_backends.ops.clip import listed
+from accel_backends.ops.fqn import few
 from accel_backends.roles.gradients import Keep
 from accel_deepspeed.engine.manual_backward import ByHand
 from accel_deepspeed.tensor_parallel.shards import full_of_shard, local_shape_of, shape_of, shard_of_full
@@ -143,7 +143,7 @@ class Gradients(ABC):
         thawed = [self.names[id(one)] for one in self._frozen if one.requires_grad]
         if thawed:
             raise BackendError(
-                f"{listed(thawed, 3)}: frozen when the model was prepared, and trained since; a DeepSpeed engine steps "
+                f"{few(thawed, 3)}: frozen when the model was prepared, and trained since; a DeepSpeed engine steps "
                 "the parameters that required gradients then; call requires_grad_(True) before prepare"
             )
         if self.order is not None:

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel_backends.ops.clip import listed
-from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.fqn import few, named_parameters
 from accel_deepspeed.zero.partitions import Partitions
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
@@ -74,7 +73,7 @@ class Edits:
         self.forget()
         if lost:
             raise BackendError(
-                f"{listed(lost, 3)} was written to while its values were spread over ranks (ZeRO stage 3), so that "
+                f"{few(lost, 3)} was written to while its values were spread over ranks (ZeRO stage 3), so that "
                 "nothing changed; write on every rank alike within accelerator.full_parameters(model)"
             )
 

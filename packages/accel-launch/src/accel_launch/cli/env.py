@@ -175,9 +175,12 @@ def _devices() -> list[str]:
     import torch
 
     from accel_state.device.device import Device
+    from accel_state.device.kinds import DEVICE_KINDS
 
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
         return ["cpu"]
-    devices = [Device(kind.type, index) for index in range(torch.accelerator.device_count())]
-    return [f"{device} {device.product_name()}".rstrip() for device in devices]
+    indices = range(torch.accelerator.device_count())
+    if kind.type not in DEVICE_KINDS:  # of another package, without a row of its own
+        return [f"{kind.type}:{index}" for index in indices]
+    return [f"{one} {one.product_name()}".rstrip() for one in (Device(kind.type, index) for index in indices)]

@@ -92,8 +92,8 @@ class Meter:
         self.stragglers: tuple[Straggler, ...] = ()
         self.last: Reading | None = None
         self._losses: list[Any] = []
-        # On an accelerator, the loss of a step is looked at after the next one.
-        self._late = not on_host
+        # On an accelerator of torch's, as XLA is not, the loss of a step is looked at after the next one.
+        self._late = not on_host and not run.session.device.kind.together
         self._pending: LateLoss | None = None
         self._samples = self._tokens = 0
         self._place: Place | None = None
@@ -118,10 +118,10 @@ class Meter:
                 before = self._count(loader, batch, before)
                 yield batch
         finally:
-            self._settle_alone()
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
+            self._settle_alone()
 
     def _count(self, loader: Any, batch: Any, before: int) -> int:
         """Adds a batch to the counts, by the loader's position (samples of all ranks) if it has one."""
@@ -168,7 +168,7 @@ class Meter:
 
     def _watch(self, loss: Any) -> None:
         """Looks at a loss that is on the host, or at the previous one while this one is copied."""
-        if not self._late or not hasattr(loss, "device"):
+        if not self._late or not hasattr(loss, "detach"):
             self._look_at(float(loss), LossFacts(self.steps, self._place))
             return
         self._settle()
@@ -207,16 +207,20 @@ class Meter:
     def _kinds(self, found: "tuple[Kind, float] | None") -> "list[Kind]":
         """Kinds of anomaly for which gradients are examined: any rank's if gradients are sharded; if not, this rank's.
 
-        Sharded gradients cost one small all-reduce in each step, of host memory if losses are looked at late.
+        Sharded gradients cost one small all-reduce in each step, of host memory if losses are looked at late and the
+        group reduces host memory.
         """
         own = [kind for kind in KINDS if found is not None and found[0] == kind]
         if not self._gradients.spread:
             return own
         import torch
+        import torch.distributed as dist
 
-        device = torch.device("cpu") if self._late else self._run.session.device.torch
+        session = self._run.session
+        on_host = self._late and "cpu:" in dist.get_backend_config(session.group)
+        device = torch.device("cpu") if on_host else session.device.torch
         flags = torch.tensor([float(kind in own) for kind in KINDS], device=device)
-        return [kind for kind, any_of in zip(KINDS, self._run.session.reduce(flags).tolist(), strict=True) if any_of]
+        return [kind for kind, any_of in zip(KINDS, session.reduce(flags).tolist(), strict=True) if any_of]
 
     def _tell(self, trouble: Trouble) -> None:
         self.troubles.append(trouble)
@@ -287,7 +291,7 @@ class Meter:
                 run.log.event("straggler", step=self.last.step, rank=one.rank, phase=one.phase, text=str(one))
 
     def close(self) -> None:
-        """Looks at the last loss, and removes the hooks on gradients."""
+        """Looks at the last loss, unless gradients are sharded (``read`` does, on all ranks); removes its hooks."""
         self._settle_alone()
         self._waits.remove()
         self._gradients.remove()

@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Self, final
 
 from accel.checkpoints.run_facts import Change
-from accel_backends.roles.saved_state_check import PartReport, few
+from accel_backends.ops.fqn import few
+from accel_backends.roles.saved_state_check import PartReport
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:

@@ -87,6 +87,11 @@ class Monitor:
         self._log.phases = self._meter.clock
         return self._meter
 
+    def close(self) -> None:
+        """Closes the meter, which looks at the last loss of this rank."""
+        if self._meter is not None:
+            self._meter.close()
+
     def progress(self, loader: Any, *, description: str, seconds: float, options: Mapping[str, Any]) -> "Progress":
         """See ``Accelerator.progress``."""
         from accel_observe.meters.progress import Progress
