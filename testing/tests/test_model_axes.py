@@ -68,7 +68,6 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
         pytest.param(mixtral, "ep:2/fp32", marks=pytest.mark.slow),
         (tied_llama, "pp:2/dp_shard:2/fp64/acc=2"),
         pytest.param(tied_llama, "pp:2/tp:2/fp64/acc=2", marks=pytest.mark.slow),
-        pytest.param(),
         pytest.param(llama, "pp:2/dp_shard:2/fp64/acc=2/short", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/dp_replicate=2/fp64/acc=2", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/tp:2/fp32", marks=pytest.mark.slow),

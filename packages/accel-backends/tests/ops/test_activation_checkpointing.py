@@ -1,5 +1,6 @@
 import copy
 import pickle
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from accel_backends import (
     TorchDynamoPlugin,
     repeated_blocks,
 )
+from accel_backends.ops import activation_checkpointing
 from accel_backends.ops.activation_checkpointing import as_checkpointing
 from accel_precision import PrecisionPolicy
 from accel_state import BackendError, ConfigError, PrepareError, Session
@@ -155,8 +157,8 @@ def test_a_second_application_changes_nothing():
 
 def test_compiled_blocks_recompute():
     plain, model = net(), recomputing(net())
-    compiled = torch.compile(model, backend="aot_eager")
     plain.eval(), model.eval()  # dropout draws other numbers in a compiled graph
+    compiled = torch.compile(model, backend="aot_eager")
     for one, other in zip(gradients(plain), gradients(compiled), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -174,15 +176,45 @@ def test_autocast_of_the_forward_holds_in_the_second_one():
         assert torch.equal(one, other)
 
 
+def test_inputs_are_kept_in_host_memory_where_another_device_computes(monkeypatch):
+    used = []
+
+    @contextmanager
+    def recorded(*, pin_memory, device_type):
+        used.append((pin_memory, device_type))
+        yield
+
+    monkeypatch.setattr(activation_checkpointing, "save_on_cpu", recorded)
+    model = recomputing(net(2).to("meta"), offload=True)
+    x = torch.zeros(5, 8, dtype=torch.float64, device="meta")
+    model(x)
+    model.blocks[0](x=x)
+    assert used == 3 * [(True, "meta")]
+
+
+def test_inputs_given_by_keyword_are_recomputed():
+    found = []
+    for model in (net(), recomputing(net())):
+        torch.manual_seed(1)
+        x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+        for block in model.blocks:
+            block(x=x, scale=0.5).square().mean().backward()
+        found.append([x.grad, *(p.grad for p in model.blocks.parameters())])
+    assert all(map(torch.equal, *found))
+    assert [block.calls for block in model.blocks] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("make", ["tiny_llama", "tiny_gpt2"])
-def test_decoders_of_transformers_train_with_their_default_of_a_kv_cache(make):
+def test_decoders_of_transformers_train_with_their_default_of_a_kv_cache(make, every):
     from accel_testing.equivalence import causal_lms
 
     plain, model = (getattr(causal_lms, make)() for _ in range(2))
     tokens = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0))
-    how = ActivationCheckpointing()
+    how = ActivationCheckpointing(every=every)
     how.apply(model, how.find(model, repeated_blocks(model)))
-    for one in (plain, model):
+    assert model.eval()(input_ids=tokens, use_cache=True).past_key_values.get_seq_length(every - 1) == 6
+    for one in (plain.train(), model.train()):
         one(input_ids=tokens, labels=tokens, use_cache=True).loss.backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
@@ -190,8 +222,8 @@ def test_decoders_of_transformers_train_with_their_default_of_a_kv_cache(make):
 
 def test_a_filled_kv_cache_is_refused():
     class Filled:
-        def get_seq_length(self):
-            return 3
+        def get_seq_length(self, layer):
+            return 3 - layer
 
     class Cached(Block):
         def forward(self, x, past=None):
@@ -272,6 +304,13 @@ def test_ranks_train_as_without_it(rank, kind):
     assert (once, twice) == (3, 6)
     for name in plain:
         torch.testing.assert_close(found[name], plain[name], rtol=1e-12, atol=1e-12)
+
+
+def test_models_without_blocks_are_left_as_they_are_beside_others():
+    model, head = net(), nn.Linear(2, 2)
+    backend(SingleBackend, recomputed=ActivationCheckpointing()).prepare(Bundle([model, head], []))
+    assert type(head) is nn.Linear
+    assert type(model.blocks[0]) is not Block
 
 
 def test_the_options_of_a_backend_stand_behind_those_of_the_run():

@@ -124,7 +124,10 @@ class Backend(ABC):
         return unwrap(model, keep_torch_compile=keep_torch_compile)
 
     def release(self, models: Iterable[nn.Module]) -> None:
-        """Drops prepared models, and restores the classes of their modules, so that they can be prepared again."""
+        """Drops prepared models, and restores the classes of their modules, so that they can be prepared again.
+
+        Blocks that a backend has sharded in place keep theirs.
+        """
         for model in models:
             for module in innermost(model).modules():
                 restore_module(module)

@@ -158,8 +158,16 @@ class ModuleBackend(Backend):
         how = self.recomputed
         if how is None or not bundle.training:
             return []
-        roots = map(innermost, bundle.models)
-        return [(how, root, how.find(root, self.blocks(root))) for root in roots]
+        found: list[tuple[ActivationCheckpointing, nn.Module, list[str]]] = []
+        problem: PrepareError | None = None
+        for root in map(innermost, bundle.models):
+            try:
+                found.append((how, root, how.find(root, self.blocks(root))))
+            except PrepareError as error:  # a model without blocks beside one that has them, a head for example
+                problem = problem or error
+        if problem is not None and not found:
+            raise problem
+        return found
 
     def _agree(self, problem: Exception | None) -> None:
         if self.session.world_size > 1:

@@ -1,4 +1,4 @@
-"""Units of a model: modules that are gathered, checkpointed and freed together."""
+"""Units of a model: modules that are gathered and freed together."""
 
 import inspect
 import re
@@ -25,7 +25,7 @@ class Units:
     """Names of a model's units, each before the units inside it; remaining modules belong to the root.
 
     Attributes:
-        blocks: the model's repeated blocks, to which activation checkpointing applies.
+        blocks: the model's repeated blocks, to which activation checkpointing applies by default.
         extra: modules that are units for another reason (large embeddings).
         experts: modules of experts, which are sharded over a mesh of their own under expert parallelism.
         wide: batch normalisations, units of their own because they compute in full precision.

@@ -46,6 +46,8 @@ _MATMULS = (
 _OF_TRANSFORMERS = "gradient_checkpointing"
 # Method of transformers' KV caches, to which a second forward would add again.
 _CACHE = "get_seq_length"
+# Attribute of transformers' modules with the position of their block, by which a cache holds keys and values.
+_LAYER = "layer_idx"
 
 
 @final
@@ -110,7 +112,7 @@ class ActivationCheckpointing(KwargsHandler):
         if not chosen:
             has = f"it has {len(found)}, and every={self.every}" if found else "it repeats none, and none were named"
             raise PrepareError(
-                f"activation_checkpointing=True, and {kind} has no blocks that could be computed again: {has}; give "
+                f"activation_checkpointing, and {kind} has no blocks that could be computed again: {has}; give "
                 "ActivationCheckpointing(blocks=...) the class names of its blocks (for FSDP, "
                 "transformer_cls_names_to_wrap or an auto_wrap_policy as well)"
             )
@@ -175,16 +177,27 @@ def matmuls() -> list[Any]:
 def _recomputed(forward: Callable[..., Any], run: Run) -> Callable[..., Any]:
     @wraps(forward)
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        cached = any(hasattr(one, _CACHE) for one in (*args, *kwargs.values()))
+        if not torch.is_grad_enabled() or (cached and not self.training):
             return forward(self, *args, **kwargs)
-        args, kwargs = tuple(map(_without_cache, args)), {key: _without_cache(one) for key, one in kwargs.items()}
-        return run(partial(forward, self, **kwargs), *args)
+        if cached:
+            args = tuple(_without_cache(self, one) for one in args)
+            kwargs = {name: _without_cache(self, one) for name, one in kwargs.items()}
+        if any(isinstance(one, torch.Tensor) for one in args):
+            return run(partial(forward, self, **kwargs), *args)
+        # torch looks for the device, whose random numbers and autocast it restores, among positional arguments only.
+        names, count = tuple(kwargs), len(args)
+
+        def call(*given: Any) -> Any:
+            return forward(self, *given[:count], **dict(zip(names, given[count:], strict=True)))
+
+        return run(call, *args, *kwargs.values())
 
     return recomputed
 
 
-def _without_cache(argument: Any) -> Any:
-    """Returns an argument of a block, and None for an empty KV cache, which the second forward would fill again.
+def _without_cache(block: nn.Module, argument: Any) -> Any:
+    """Returns an argument of a block that trains, and None for an empty KV cache, which two forwards would fill twice.
 
     Raises:
         BackendError: a cache that holds keys and values, without which the block would compute something else.
@@ -192,7 +205,8 @@ def _without_cache(argument: Any) -> Any:
     length = getattr(argument, _CACHE, None)
     if length is None:
         return argument
-    if length() > 0:
+    own = (getattr(module, _LAYER, None) for module in block.modules())
+    if length(next((index for index in own if isinstance(index, int)), 0)) > 0:
         raise BackendError(
             f"a block whose activations are recomputed got a {type(argument).__name__} with keys and values, to which "
             "the second forward would add its own again; train without it, or leave activation_checkpointing out"

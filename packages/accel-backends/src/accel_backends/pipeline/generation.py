@@ -14,6 +14,19 @@ NextTokens = Callable[[Mapping[str, Any]], torch.Tensor]
 _GREEDY: Final[Mapping[str, Any]] = {"do_sample": False, "num_beams": 1, "use_cache": False, "num_return_sequences": 1}
 """Options of transformers' ``generate`` that may be given, with the values that decoding here has."""
 
+_CHANGE_GREEDY: Final[Mapping[str, tuple[Any, ...]]] = {
+    "repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "bad_words_ids": (None, []),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+}
+"""Options of a ``generation_config`` that change greedy decoding, with the values that do not."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,14 @@ class Decoding:
                 raise BackendError(
                     f"generate({name}={value!r}) with a model in a pipeline, which decodes greedily and without a "
                     f"cache; nearest: {able}, or generate with accelerator.save_model's weights in one process"
+                )
+        for name, without in _CHANGE_GREEDY.items():
+            value = getattr(defaults, name, None)
+            if value not in without:
+                raise BackendError(
+                    f"the model's generation_config has {name}={value!r}, with which a model in a pipeline does not "
+                    f"decode; nearest: model.generation_config.{name} = {without[-1]!r}, or generate with "
+                    "accelerator.save_model's weights in one process"
                 )
         if max_new_tokens is None or max_new_tokens < 1:
             raise BackendError(

@@ -129,8 +129,11 @@ class PipelinedModel(nn.Module):
             scaled: torch.Tensor = (loss.float() if loss.dtype.itemsize < 4 else loss) * scale
             return scaled
 
-        parameters = self.module.parameters() if self.shards is None else self.shards.full_parameters
-        held = HeldGradients([one for one in parameters if one.requires_grad], scale=scale, on_added=self._note_added)
+        if self.shards is None:
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        else:
+            trained = self.shards.trained_parameters
+        held = HeldGradients(trained, scale=scale, on_added=self._note_added)
         with held.collect(), self._gathered():
             self.pipeline.run(Feed(self._inputs(parts), shape, finish), backward=True)
             self._sum_tied()
@@ -139,7 +142,8 @@ class PipelinedModel(nn.Module):
     @torch.no_grad()
     def _evaluated(self, given: Mapping[str, Any]) -> PipelineOutput:
         plan = self.pipeline.plan
-        parts, outputs = self._outputs(given)
+        with self._gathered():
+            parts, outputs = self._outputs(given)
         fields: dict[str, Any] = {}
         if "labels" in given and self._config.loss_fn is None:
             weights = token_weights(parts)
@@ -151,7 +155,10 @@ class PipelinedModel(nn.Module):
         return PipelineOutput(fields)
 
     def _outputs(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-        """Runs the forwards; returns the micro-batches, and on the rank of the last stage their outputs by number."""
+        """Runs the forwards with parameters that are gathered; returns the micro-batches, and the outputs by number.
+
+        The rank of the last stage has the outputs.
+        """
         samples, tokens = batch_shape(given)
         plan = self.pipeline.plan
         ranks = dist.get_world_size(plan.group)
@@ -163,8 +170,7 @@ class PipelinedModel(nn.Module):
             outputs[number] = output
             return torch.zeros((), device=plan.device)
 
-        with self._gathered():
-            self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=False)
+        self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=False)
         return parts, outputs
 
     @torch.no_grad()
@@ -195,7 +201,8 @@ class PipelinedModel(nn.Module):
         Collective: every rank of the group must call this.
         """
         decoding = Decoding.of(self.module, max_new_tokens, options)
-        return decode_greedily(self._next_tokens, self._own_names, input_ids, attention_mask, decoding)
+        with self._gathered():  # once, because data-parallel ranks may generate different numbers of tokens
+            return decode_greedily(self._next_tokens, self._own_names, input_ids, attention_mask, decoding)
 
     def _next_tokens(self, given: Mapping[str, Any]) -> torch.Tensor:
         plan = self.pipeline.plan

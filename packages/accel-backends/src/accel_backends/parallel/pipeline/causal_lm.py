@@ -108,7 +108,9 @@ def _base_and_head(model: nn.Module) -> tuple[str, str]:
 
 def _blocks_name(base: nn.Module) -> str:
     found = {name: child for name, child in base.named_children() if isinstance(child, nn.ModuleList)}
-    if len(found) != 1 or len({type(block) for blocks in found.values() for block in blocks}) != 1:
+    # By name, because blocks that are recomputed have a subclass of the same name.
+    kinds = {(type(one).__module__, type(one).__qualname__) for blocks in found.values() for one in blocks}
+    if len(found) != 1 or len(kinds) != 1:
         raise PrepareError(
             f"{type(base).__name__} has {len(found)} lists of blocks; a pipeline splits models with one list of blocks "
             "of one class"

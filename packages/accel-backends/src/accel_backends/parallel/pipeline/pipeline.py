@@ -87,6 +87,7 @@ class Pipeline:
             faults.agree(self.plan.together if backward else self.plan.group)
         except BaseException:
             self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
+            self._parts.clear()
             raise
         finally:
             for stage in self.stages:

@@ -80,9 +80,12 @@ class StageShards:
                 unit.reshard()
 
     @property
-    def full_parameters(self) -> list[nn.Parameter]:
-        """Full parameters, whose gradients are those of this rank; they have values within ``gathered`` only."""
-        return [cast(nn.Parameter, full) for _, full in self._pairs()]
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Full parameters that train, whose gradients are those of this rank.
+
+        They have values within ``gathered`` only, where torch also copies ``requires_grad`` of the shards to them.
+        """
+        return [cast(nn.Parameter, full) for shard, full in self._pairs() if shard.requires_grad]
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of this rank that are not reduced yet, by FQN."""
@@ -102,8 +105,7 @@ class StageShards:
 
         Collective: every rank of the mesh must call this.
         """
-        trained = [full for shard, full in self._pairs() if shard.requires_grad]
-        complete_gradients(trained, self._group)
+        complete_gradients(self.trained_parameters, self._group)
         reduce_unit_gradients(self._units)
 
     def _pairs(self) -> Iterator[tuple[Any, torch.Tensor]]:
