@@ -154,6 +154,28 @@ def test_two_backwards_are_both_reduced(rank: int, forwards: int, unused: bool) 
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find unused"])
+def test_no_sync_after_two_backwards_leaves_unused_parameters_without_a_gradient(rank: int, unused: bool) -> None:
+    ddp, model, own, reference, other = prepared(find_unused_parameters=unused)
+    for number in range(3):
+        batch = rows(number, 0)
+        output = model(batch[rank], (0, 1, 2))
+        ddp.backward(output.square().mean(), retain_graph=True)
+        ddp.backward(output.mean())
+        for each in range(RANKS):
+            output = reference(batch[each], (0, 1, 2))
+            ((output.square().mean() + output.mean()) / RANKS).backward()
+        step(own, other)
+        with ddp.no_sync(model):
+            ddp.backward(model(batch[rank], (0,)).mean())
+        ddp.backward(model(batch[rank], (0,)).mean())
+        for each in range(RANKS):
+            (2 * reference(batch[each], (0,)).mean() / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
 def test_after_a_backward_of_another_model_no_sync_keeps_the_gradients_of_this_rank(rank: int) -> None:
     ddp, model, own, reference, other = prepared()
     unrelated = nn.Linear(WIDTH, 1).double()

@@ -108,6 +108,19 @@ def test_tied_weights_are_one_after_loading(tmp_path):
     assert torch.equal(empty[0].weight, state["0.weight"])
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("loaded", ["a_head", "embed"])
+def test_a_tied_model_with_values_takes_those_of_the_checkpoint(loaded, place, tmp_path):
+    model = nn.Module()
+    model.embed, model.a_head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+    model.a_head.weight = model.embed.weight
+    value = torch.arange(8.0).view(4, 2)
+    save_file({f"{loaded}.weight": value}, tmp_path / "model.safetensors")
+    load_checkpoint_in_model(model, tmp_path / "model.safetensors", {"": place}, offload_folder=tmp_path / "disk")
+    assert model.embed.weight is model.a_head.weight
+    assert model.embed.weight.is_meta if place == "disk" else torch.equal(model.embed.weight, value)
+
+
 def test_another_shape_is_refused_before_anything_is_loaded(three_layers, tmp_path):
     model = three_layers()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -40,13 +40,15 @@ class Reduction:
         recorded: a synchronising backward has run, in which torch records a static graph.
     """
 
-    __slots__ = ("_before", "_expected", "_group", "_model", "_others", "_prepared", "_sparse", "recorded")
+    __slots__ = ("_before", "_expected", "_group", "_marks", "_model", "_others", "_prepared", "_sparse", "recorded")
 
     def __init__(self, model: DistributedDataParallel, group: Any = None, *, given: bool = False) -> None:
         model.__dict__["require_forward_param_sync"] = _SPENT  # the first backward may go through another method
         self._group = group
         self.recorded = False
-        self._prepared = False  # the last backward was prepared here, and not by a forward of the model
+        # The last backward was prepared here, not by a forward of the model, and has reached nothing.
+        self._prepared = False
+        self._marks: GradientMarks | None = None  # of the gradients before that backward
         # With a static graph: marks of the gradients before a backward that follows no forward of this model.
         self._before: GradientMarks | None = None
         self._expected: list[torch.Tensor] = []  # in the reducer's order, which its parameter indices refer to
@@ -88,16 +90,19 @@ class Reduction:
                 "join_uneven_inputs follows one backward for each forward of a model, and this is another after the "
                 "same forward; nearest: add the losses up and call backward once"
             )
+        self._marks = gradient_marks(self._expected)
         model._has_rebuilt_buckets = model.reducer._rebuild_buckets() or model._has_rebuilt_buckets
         model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
 
     def settle(self) -> None:
         """Ends the preparation of a backward that reached no parameter, because the next one is under ``no_sync``.
 
-        torch does not say whether the reducer still expects gradients: if it does not, these of -0.0 change nothing.
+        Otherwise the reducer would reduce the gradients of that one. With ``find_unused_parameters`` it does.
         """
         model = self._model()
         if model is None or not self._prepared or model.require_forward_param_sync is True:
+            return
+        if model.find_unused_parameters:  # gradients of -0.0 would count as used
             return
         self._prepared = False
         without = [parameter for parameter in self._expected if parameter.grad is None]
@@ -125,6 +130,8 @@ class Reduction:
             return
         self.recorded = True
         self._complete(model)
+        if self._prepared:
+            self._prepared = gradient_marks(self._expected) == self._marks
         model.__dict__["require_forward_param_sync"] = _SPENT
         for parameter in self._others:
             if parameter.requires_grad:

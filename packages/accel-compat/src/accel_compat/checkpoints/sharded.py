@@ -124,7 +124,10 @@ def merge_fsdp_weights(
     """Writes the shards of a model as one file of full tensors, on rank 0, which holds all of them in memory.
 
     Raises:
-        ValueError: ``checkpoint_dir`` has no shards of torch's distributed checkpoints.
+        ValueError: ``checkpoint_dir`` has no shards of torch's distributed checkpoints, or is to be removed with the
+            merged file in it.
+
+    torch reads a pickle of the folder, so that it has to be of a source that is trusted.
     """
     from accel_compat.checkpoints.pickles import save
     from accel_compat.state.process_state import SharedPartialState
@@ -134,6 +137,10 @@ def merge_fsdp_weights(
         found = [path.name for path in sorted(source.glob("pytorch_model_fsdp_*"))] if source.is_dir() else []
         hint = f"; nearest: {source / found[0]}" if found else ""
         raise ValueError(f"{source} has no shards of a distributed checkpoint (no file .metadata){hint}")
+    if remove_checkpoint_dir and target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(
+            f"remove_checkpoint_dir=True would remove {target} with {source}; expected an output_path outside of it"
+        )
     state = SharedPartialState()
     if state.is_main_process:
         target.mkdir(parents=True, exist_ok=True)

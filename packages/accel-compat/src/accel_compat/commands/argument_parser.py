@@ -16,12 +16,14 @@ class CompatArgumentParser(argparse.ArgumentParser):
     """
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Adds an option under its names, and under hidden ones with hyphens for underscores."""
-        action = super().add_argument(*names, **options)
+        """Adds an option under its names, and under ones with hyphens for underscores, hidden unless it is required."""
         hyphened = [name.replace("_", "-") for name in names if name.startswith("--") and "_" in name]
+        if options.get("required"):
+            return super().add_argument(*names, *hyphened, **options)
+        action = super().add_argument(*names, **options)
         if hyphened:
             hidden = {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            super().add_argument(*hyphened, **{**options, "required": False, **hidden})
+            super().add_argument(*hyphened, **{**options, **hidden})
         return action
 
 

@@ -191,7 +191,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: Any = None) -
 
     path = Path(default_file(os.environ) if save_location is None else save_location)
     if path.exists():
-        print(f"Configuration already exists at {path}, will not override; name another `save_location`.")
+        print(f"{path} exists and stays as it is; name another `save_location`.")
         return False
     if mixed_precision.lower() not in _PRECISIONS:
         raise ValueError(f"`mixed_precision` is {mixed_precision!r}; expected one of {', '.join(_PRECISIONS)}")

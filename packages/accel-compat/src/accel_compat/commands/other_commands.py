@@ -54,7 +54,7 @@ def config_command(args: argparse.Namespace) -> None:
 
 def default_command_parser(parser: Any = None, parents: Any = None) -> argparse.ArgumentParser:
     """Returns the parser of ``accelerate config default``."""
-    made = parser_of("default", "Writes a file with default settings.", parser, default_command)
+    made = parser_of("default", "Writes a file with default settings.", parser, default_command, parents=parents or ())
     made.add_argument("--config_file", metavar="PATH", help="The file to write.")
     made.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="Precision.")
     return made

@@ -35,8 +35,16 @@ __all__ = [
 
 
 def _environment(config: AccelConfig) -> dict[str, str]:
-    threads = config.num_cpu_threads_per_process
-    return {**os.environ, **config.variables(), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    threads, gpus = config.num_cpu_threads_per_process, config.gpu_ids
+    made = {**os.environ, **config.variables()}
+    if threads is not None:
+        made["OMP_NUM_THREADS"] = str(threads)
+    if gpus is not None and str(gpus) != "all":
+        made["CUDA_VISIBLE_DEVICES"] = str(gpus)
+    if config.num_machines > 1 and config.main_process_ip is not None:
+        made["MASTER_ADDR"] = str(config.main_process_ip)
+        made["MASTER_PORT"] = str(DEFAULT_PORT if config.main_process_port is None else config.main_process_port)
+    return made
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -44,8 +52,11 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
     Raises:
         OSError: a hostfile is named, and there is no mpirun.
+        ValueError: a module without Python.
     """
     config = config_from(given_settings(args), args.config_file)
+    if config.module and config.no_python:
+        raise ValueError("--module and --no_python cannot be used together: a module runs in Python; leave one out")
     python = [] if config.no_python else [sys.executable, *(["-m"] if config.module else [])]
     program = [*python, args.training_script, *args.training_script_args]
     if config.mpirun_hostfile is None:
@@ -68,7 +79,7 @@ def _mpirun(config: AccelConfig) -> list[str]:
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Environment of processes that torchrun starts; sets torchrun's options as attributes of ``args``."""
-    config = config_from(given_settings(args), None)
+    config = config_from(given_settings(args), getattr(args, "config_file", None))
     port = config.main_process_port
     if port == 0:
         with reserved_port(0) as free:

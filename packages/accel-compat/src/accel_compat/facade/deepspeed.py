@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from math import ceil
 from typing import Any, final
 
 import torch
@@ -53,7 +54,7 @@ def complete(plugin: CompatDeepSpeedPlugin, items: Sequence[Any], accelerator: A
         "gradient_clipping": 1.0,
         GATHER: False,
         **_widths(plugin, models[0]),
-        **_dummies(items),
+        **_dummies(items, 1 if accelerator.split_batches else accelerator.num_processes),
     }
     plugin.deepspeed_config_process(must_match=False, **values)
     if accelerator.device.type == "cpu" and plugin.get_value("fp16.enabled") is True:
@@ -115,7 +116,8 @@ def _widths(plugin: CompatDeepSpeedPlugin, model: nn.Module) -> dict[str, int]:
     return dict(zip(_WIDTHS, (width * width, int(0.9 * width * width), 10 * width), strict=True))
 
 
-def _dummies(items: Sequence[Any]) -> dict[str, Any]:
+def _dummies(items: Sequence[Any], ranks: int) -> dict[str, Any]:
+    """Values of the objects that stand for DeepSpeed's own; ``ranks``: moves of a user's schedule in one step."""
     values: dict[str, Any] = {}
     rate: Any = None
     for optimizer in (one for one in items if isinstance(one, DummyOptim)):
@@ -124,12 +126,13 @@ def _dummies(items: Sequence[Any]) -> dict[str, Any]:
     for scheduler in (one for one in items if isinstance(one, DummyScheduler)):
         if scheduler.lr_scheduler_callable is not None:
             continue
-        driven = getattr(scheduler.optimizer, "lr", rate)
+        defaults = getattr(scheduler.optimizer, "defaults", {})
+        driven = defaults.get("lr", getattr(scheduler.optimizer, "lr", rate))
         values |= {
             "scheduler.params.warmup_min_lr": 0.0,
             "scheduler.params.warmup_max_lr": driven,
             "scheduler.params.warmup_num_steps": scheduler.warmup_num_steps,
         }
-        if scheduler.total_num_steps is not None:
-            values["scheduler.params.total_num_steps"] = scheduler.total_num_steps
+        if isinstance(scheduler.total_num_steps, int | float):
+            values["scheduler.params.total_num_steps"] = ceil(scheduler.total_num_steps / ranks)
     return {key: value for key, value in values.items() if value is not None and value != AUTO}

@@ -25,7 +25,7 @@ def check_quantized(item: Any) -> None:
     """Refuses models with weights of 4 or 8 bits that cannot be trained where they are.
 
     Raises:
-        ValueError: such a model is spread over several devices, or a part of it is offloaded.
+        ValueError: a part of such a model is offloaded.
     """
     places = getattr(item, "hf_device_map", None)
     if not places or not (getattr(item, "is_loaded_in_8bit", False) or getattr(item, "is_loaded_in_4bit", False)):
@@ -36,10 +36,6 @@ def check_quantized(item: Any) -> None:
     if "disk" in names or ("cpu" in names and not is_bitsandbytes_multi_backend_available()):
         raise ValueError(
             "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk offload."
-        )
-    if len(names) > 1:
-        raise ValueError(
-            f"A model in 8-bit or 4-bit precision trains on one device, and this one is on {sorted(names)}."
         )
 
 

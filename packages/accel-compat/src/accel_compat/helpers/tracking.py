@@ -33,7 +33,7 @@ class _Classes(MutableMapping[str, Any]):
     """Tracker classes by name: known libraries, loaded on use, and registered classes, which can be removed."""
 
     def __getitem__(self, name: str) -> Any:
-        if str(name) not in (*LIBRARIES, *registry.registered_trackers()):
+        if str(name) not in (*LIBRARIES, *registry.registered_trackers(), *registry.entries()):
             raise KeyError(name)
         return load_tracker(str(name))
 

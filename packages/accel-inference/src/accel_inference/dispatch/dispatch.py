@@ -146,8 +146,7 @@ def _offloaded_weights(
     given = {*host, *(offload_index or ())}
     held = {name: tensor for name, (tensor, _) in wanted.items() if name not in given and not tensor.is_meta}
     if offload_dir is not None and (written := {name: held[name] for name in held if name in on_disk}):
-        offload_state_dict(offload_dir, written)
-        index |= {name: entry for name, entry in read_offload_index(offload_dir).items() if name in written}
+        index |= offload_state_dict(offload_dir, written)
     host |= {name: tensor.detach().cpu() for name, tensor in held.items() if name not in on_disk}
     if missing := [name for name in missing_weights(model, {**host, **index}) if name in wanted]:
         raise CheckpointMismatchError(

@@ -119,11 +119,14 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     wanted = None if dtype is None else proper_dtype(dtype)
     index: dict[str, Any] = {}
     in_fp32 = keep_in_fp32_modules or ()
+    alike = {name: group for group in ties for name in group}
     for step in plan:
         if step.device == "disk":
             assert offload_folder is not None
             _offload(step.name, _in_wanted_dtype(step, wanted, in_fp32), offload_folder, index)
-            set_module_tensor_to_device(model, step.name, "meta")
+            for name in alike.get(step.name, (step.name,)):
+                if name == step.name or name not in sources:
+                    set_module_tensor_to_device(model, name, "meta")
     placed = sorted((step for step in plan if step.device != "disk"), key=_place_in_files)
     weights = (_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
     values = read_in_order(map(MappedFiles().weight, weights) if mapped else weights)
@@ -131,7 +134,8 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
         set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
-    retie_parameters(model, ties)
+    # The value that was loaded is that of all names, and not what another of them had before.
+    retie_parameters(model, [sorted(group, key=lambda name: name not in sources) for group in ties])
     return index
 
 

@@ -66,7 +66,7 @@ def _holds(target: Path, content: Tensor) -> bool:
         CheckpointMismatchError: it exists with others.
     """
     try:
-        with target.open("rb", buffering=0) as file:
+        with target.open("rb") as file:
             same = os.fstat(file.fileno()).st_size == content.numel() and all(
                 torch.equal(part, torch.frombuffer(bytearray(file.read(len(part))), dtype=torch.uint8))
                 for part in content.split(_PART)
@@ -113,8 +113,10 @@ def read_offload_index(offload_folder: Folder) -> dict[str, Any]:
     return dict(found)
 
 
-def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
+def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     """Writes all weights of a state dict into an offload folder, which is made; names of one tensor share a file.
+
+    Returns their entries of the folder's index.
 
     Raises:
         CheckpointMismatchError: the folder has a weight of one of the names with other bytes.
@@ -131,6 +133,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> No
         offload_weight(weight, name, save_dir, index)
         written[key] = name
     save_offload_index(index, save_dir)
+    return index
 
 
 def _staging(target: Path) -> Path:

@@ -63,7 +63,7 @@ class WeightFile:
         try:
             if _identity(os.fstat(descriptor)) != self.identity:
                 raise CheckpointCorruptError(
-                    f"{self.path} was replaced or written to since the model was dispatched; dispatch it again"
+                    f"{self.path} was replaced or written to since its header was read; load it again"
                 )
             yield descriptor
         finally:

@@ -68,15 +68,17 @@ class StepGradients:
 
         Collective: every rank of the group must call this. It is local if gradients are not sharded.
         """
-        from accel_backends.ops.clip import listed
+        from accel_backends.ops.fqn import few
 
         if squares is not None:
             worst = self._summed((~squares.isfinite()).float())
-            return listed([name for name, one in zip(self._parameters, worst.tolist(), strict=True) if one])
+            return few([name for name, one in zip(self._parameters, worst.tolist(), strict=True) if one], 10)
         found = self._found()
         good = dict(zip(found, self._backend.gradients.finite(list(found.values())), strict=True))
         bad = torch.tensor([not good.get(name, True) for name in self._parameters], dtype=torch.float32)
-        return listed([name for name, worst in zip(self._parameters, self._summed(bad).tolist(), strict=True) if worst])
+        return few(
+            [name for name, worst in zip(self._parameters, self._summed(bad).tolist(), strict=True) if worst], 10
+        )
 
     def grown(self, squares: torch.Tensor | None = None, count: int = 3) -> str:
         """Names the parameters whose gradient norms grew most since ``note``, with the factors.
