@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checka
 import torch
 from torch import nn
 
-from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.fqn import few, named_parameters
 from accel_backends.ops.state_dicts import STATE, names_stored
 from accel_backends.roles.saved_state_check import (
     PartReport,
