@@ -14,7 +14,6 @@ from accel_backends.roles.saved_state_check import (
     PartReport,
     check_model,
     check_optimizer,
-    few,
     fitted_optimizer,
 )
 from accel_state.errors import CheckpointMismatchError, ConfigError
