@@ -20,8 +20,8 @@ class Candidate:
         backend: entry-point name of its backend, and of the cost model that made it.
         options: fields of the backend's configuration.
         checkpointing: activation checkpointing of the repeated blocks.
-        wraps_blocks: the repeated blocks are to be recomputed in backward before the backend prepares
-            the model, because the backend has no option for it.
+        wraps_blocks: the repeated blocks have to be made to recompute before the backend prepares the model, because
+            the backend has no option for it.
         offload: parameters and optimizer states are kept in host memory, and the optimizer steps there.
         optimizers: names of the classes of torch.optim that it supports; None: all but ``unfit``.
         unfit: names of the classes of torch.optim that it does not support.
