@@ -191,6 +191,11 @@ def test_a_model_returns_the_router_loss_of_all_ranks(rank):
         summed(**asked, return_dict=False)
 
 
+def test_a_model_around_one_with_a_router_loss_is_a_warning(caplog):
+    sum_router_loss(nn.Sequential(mixtral(output_router_logits=True)), None)
+    assert "a part of Sequential returns a load-balancing loss" in caplog.text
+
+
 @pytest.mark.ranks(2)
 def test_experts_of_gpt_oss_with_biases(rank):
     """Their forward names its arguments otherwise."""

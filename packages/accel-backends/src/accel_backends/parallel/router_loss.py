@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_state.errors import BackendError
+from accel_state.logging import get_logger
+
+_log = get_logger(__name__)
 
 _FUNCTION = "load_balancing_loss_func"
 """Function of transformers that computes this loss, in the modules of models that have it."""
@@ -59,7 +62,8 @@ def sum_router_loss(model: nn.Module, group: Any) -> None:
     """Makes a transformers model's load-balancing loss that of the tokens of all ranks, where it returns one.
 
     The loss that a causal language model returns includes it, and is corrected, too. Models whose loss is another one,
-    and losses that the user computes from the logits, stay as they are: each rank's own, whose mean is trained.
+    and losses that the user computes from the logits, stay as they are: each rank's own, whose mean is trained. A model
+    around one that returns such a loss is a warning.
 
     Collective: every rank of the group must call the model.
     """
@@ -68,6 +72,12 @@ def sum_router_loss(model: nn.Module, group: Any) -> None:
         # Registered before the hooks of ``fully_shard``, which have to see the tensors that the user receives.
         bind = signature(model.forward).bind_partial
         model.register_forward_hook(partial(_correct, group, bind), with_kwargs=True)
+    elif any(getattr(getattr(module, "config", None), _OPTION, False) for module in model.modules()):
+        _log.warning(
+            "a part of %s returns a load-balancing loss, which stays that of each rank's own tokens, because it is not "
+            "the model itself that returns it; nearest: prepare the model of transformers without the one around it",
+            type(model).__name__,
+        )
 
 
 def _correct(
