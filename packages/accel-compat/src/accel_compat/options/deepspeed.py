@@ -245,10 +245,9 @@ class CompatDeepSpeedPlugin:
 
         if not is_transformers_available():
             return
-        from transformers.integrations.deepspeed import HfDeepSpeedConfig as Shown
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+        from transformers.integrations import deepspeed as theirs
 
-        unset_hf_deepspeed_config()
+        theirs.unset_hf_deepspeed_config()
         if self.hf_ds_config.is_zero3() and not self.zero3_init_flag:
             return
         document = copy.deepcopy(self.deepspeed_config)
@@ -257,7 +256,12 @@ class CompatDeepSpeedPlugin:
                 document[name] = 1
         if document.get("train_batch_size") == AUTO:
             del document["train_batch_size"]
-        self.dschf = Shown(document)
+        if theirs.HfDeepSpeedConfig.__base__ is not object:
+            self.dschf = theirs.HfDeepSpeedConfig(document)
+            return
+        # Transformers was imported before there was an accelerate, whose configuration is the base of its own.
+        self.dschf = HfDeepSpeedConfig(document)
+        theirs.set_hf_deepspeed_config(self.dschf)
 
 
 def _typed(name: str, text: Any) -> Any:
