@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MAX_MODULE, MAX_FUNCTION = 450, 90
 # The Accelerator's own module consists of the docstrings of its methods, with one line of code each.
-LONGER = {"packages/accel/src/accel/accelerator.py": 661}
+LONGER = {"packages/accel/src/accel/accelerator.py": 660}
 FORBIDDEN = ("raise NotImplementedError", "TODO", "FIXME")
 # Between processes of one run; what lies on disk is never unpickled.
 LIVE_PICKLES = (("packages", "accel-data"), ("packages", "accel-state"), ("testing", "src"))

@@ -16,6 +16,7 @@ import torch
 import accel_ckpt
 from accel_ckpt import CheckpointDirectory, keep_last
 from accel_ckpt.io.atomic_folder import Staging
+from accel_ckpt.saving.transaction import open_saved
 from accel_state.errors import CheckpointError
 from accel_testing.faults.faults import injected, make_read_only, small_file_system
 
@@ -325,6 +326,14 @@ def test_a_small_file_system_that_fills_up_keeps_what_it_has(small_disk: Path) -
     assert check(series.latest()) == 1  # type: ignore[arg-type]
 
 
+def test_a_checkpoint_that_another_run_has_removed_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="checkpoint_1 was saved, and has been removed since by another run"):
+        open_saved(tmp_path / "checkpoint_1")
+    (tmp_path / "checkpoint_1").mkdir()
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        open_saved(tmp_path / "checkpoint_1")
+
+
 def test_two_runs_in_one_folder_never_mix(tmp_path: Path) -> None:
     def run(content: dict[str, Any]) -> None:
         series = CheckpointDirectory(tmp_path, retention=keep_last(3))
@@ -333,8 +342,7 @@ def test_two_runs_in_one_folder_never_mix(tmp_path: Path) -> None:
                 series.save(content)
                 series.sweep()
             except CheckpointError as error:
-                # The last: the other run has removed what this one had just saved.
-                expected = ("is there already", "not empty", "save again", "there is no checkpoint")
+                expected = ("is there already", "not empty", "save again", "removed since by another run")
                 if not any(said in str(error) for said in expected):
                     raise
 

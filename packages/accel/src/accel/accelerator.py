@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     from accel.checkpoints.train_state import Stateful
     from accel.prepared import PreparationOptions
     from accel.setup.build import Components
-    from accel_backends import (
-        ActivationCheckpointing,
-        BackendConfig,
-        FullyShardedDataParallelPlugin,
-        TorchDynamoPlugin,
-    )
+    from accel_backends import ActivationCheckpointing, BackendConfig, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_ckpt.io.storage import Location
     from accel_data import LoaderOptions
     from accel_deepspeed import DeepSpeedPlugin

@@ -6,6 +6,14 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 64
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 
 
 def tiny_llama(**options: Any) -> nn.Module:
@@ -13,15 +21,7 @@ def tiny_llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **options}))
+    return LlamaForCausalLM(LlamaConfig(**{**_SIZES, **options}))
 
 
 def tiny_gpt2(**options: Any) -> nn.Module:
@@ -39,17 +39,9 @@ def tiny_mixtral(**options: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "num_local_experts": 4,
-        "experts_implementation": "eager",  # the default has no kernel for float64
-    }
-    return MixtralForCausalLM(MixtralConfig(**{**sizes, **options}))
+    # The default implementation of experts has no kernel for float64.
+    experts = {"num_local_experts": 4, "experts_implementation": "eager"}
+    return MixtralForCausalLM(MixtralConfig(**{**_SIZES, **experts, **options}))
 
 
 def with_exact_loss(model: Any) -> nn.Module:

@@ -20,13 +20,13 @@ from accel_ckpt.format.tensors import byte_view
 from accel_ckpt.format.tree import Json, Tree
 from accel_ckpt.io.storage import Location, locate
 from accel_ckpt.io.thread_pool import Seat, default_threads
-from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint, read_manifest
+from accel_ckpt.loading.checkpoint import Checkpoint, read_manifest
 from accel_ckpt.rank_group import RankGroup, Ranks, host_group
 from accel_ckpt.saving.failed_exit import UntoldFailure
 from accel_ckpt.saving.host_snapshot import copy_into
 from accel_ckpt.saving.plan import Draft, RankPart, make_draft, make_part
 from accel_ckpt.saving.replicas import Summary, Terms, alike
-from accel_ckpt.saving.transaction import MakeDraft, SaveTransaction
+from accel_ckpt.saving.transaction import MakeDraft, SaveTransaction, open_saved
 from accel_state.device.huge_pages import new_tensor
 from accel_state.errors import CheckpointError
 
@@ -71,7 +71,7 @@ class SaveHandle:
         if not self._over.wait(timeout):
             raise CheckpointError(f"{self.path} is not committed after {timeout} s")
         self.raise_failure()
-        return open_checkpoint(self.path, verify=False)
+        return open_saved(self.path)
 
     def raise_failure(self, *, once: bool = False) -> None:
         """Raises the error of the save, if it failed; with ``once`` only if it was not raised before."""

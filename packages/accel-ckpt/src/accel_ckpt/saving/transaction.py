@@ -16,7 +16,7 @@ from accel_ckpt.format.blocks import Content, Digest, FileRecord
 from accel_ckpt.format.manifest import Manifest, TensorEntry, pack
 from accel_ckpt.format.tree import Json, Tree
 from accel_ckpt.io.atomic_folder import files_below
-from accel_ckpt.io.storage import Location, Staged, Storage, Url, locate, storage_of
+from accel_ckpt.io.storage import Location, Staged, Storage, Url, is_folder, locate, storage_of
 from accel_ckpt.io.thread_pool import Seat, default_threads
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.rank_group import RankGroup, Ranks
@@ -60,14 +60,32 @@ def save(  # noqa: PLR0913
     otherwise. Values of several ranks are never mixed in one state.
 
     Raises:
-        CheckpointError: on every rank if any rank failed; ``path`` is unchanged.
+        CheckpointError: on every rank if any rank failed, and ``path`` is unchanged; or, where two runs share a folder,
+            the other one has removed the checkpoint already.
     """
     peers = RankGroup(None) if alone else RankGroup.of(group)
     make = partial(make_draft, state, local, metadata, peers)
     transaction = SaveTransaction.begin(peers, locate(path), make, overwrite=overwrite, terms=terms)
     transaction.digest = digest
     transaction.finish(peers, transaction.part.pieces)
-    return open_checkpoint(transaction.target, verify=False)
+    return open_saved(transaction.target)
+
+
+def open_saved(target: Location) -> Checkpoint:
+    """Opens a checkpoint that has just been committed.
+
+    Raises:
+        CheckpointError: another run that keeps its last checkpoints in the same folder has removed it since.
+    """
+    try:
+        return open_checkpoint(target, verify=False)
+    except CheckpointError as error:
+        if is_folder(storage_of(target), target):
+            raise
+        raise CheckpointError(
+            f"{target} was saved, and has been removed since by another run that keeps its last checkpoints in the "
+            "same folder; give each run a folder of its own"
+        ) from error
 
 
 @final

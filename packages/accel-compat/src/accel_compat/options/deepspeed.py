@@ -9,6 +9,7 @@ from typing import Any
 
 from accel.utils.dataclasses import DeepSpeedPlugin
 from accel.utils.deepspeed import HfDeepSpeedConfig
+from accel_deepspeed.config.auto_values import AutoValues
 from accel_state.environment import clear_environment, str_to_bool
 
 AUTO, ZERO = "auto", "zero_optimization"
@@ -40,7 +41,7 @@ class PluginSelectionError(NotImplementedError):
 
 
 @dataclass
-class CompatDeepSpeedPlugin:
+class CompatDeepSpeedPlugin(AutoValues):
     """Options of DeepSpeed; None is completed from the variables ``ACCELERATE_DEEPSPEED_…``.
 
     Attributes:
@@ -135,63 +136,9 @@ class CompatDeepSpeedPlugin:
             )
             self.zero3_init_flag = False
 
-    def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the value at a dotted key is "auto"."""
-        return bool(self.hf_ds_config.get_value(ds_key_long) == AUTO)
-
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Value at a dotted key."""
-        return self.hf_ds_config.get_value(ds_key_long, default)
-
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are partitioned while they are built."""
         return bool(self.zero3_init_flag)
-
-    def fill_match(
-        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
-    ) -> None:
-        """Replaces "auto" by the value of ``kwargs`` at the same key; ``mismatches`` receives values that differ.
-
-        Raises:
-            ValueError: the value is "auto", and ``kwargs`` has no such key.
-        """
-        node, last = self.hf_ds_config.find_config_node(ds_key_long)
-        if node is None:
-            return
-        if node.get(last) == AUTO:
-            if ds_key_long not in kwargs:
-                raise ValueError(
-                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` (set to correct "
-                    "value) in the DeepSpeed config file or pass it in kwargs."
-                )
-            node[last] = kwargs[ds_key_long]
-        elif must_match and mismatches is not None and ds_key_long in kwargs:
-            if node.get(last) is not None and node[last] != kwargs[ds_key_long]:
-                mismatches.append(f"- ds {ds_key_long}={node[last]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
-
-    def deepspeed_config_process(
-        self,
-        prefix: str = "",
-        mismatches: list[str] | None = None,
-        config: Mapping[str, Any] | None = None,
-        must_match: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Calls ``fill_match`` for every key of the configuration.
-
-        Raises:
-            ValueError: lists the values that contradict ``kwargs``.
-        """
-        found: list[str] = [] if mismatches is None else mismatches
-        for key, value in list((self.deepspeed_config if config is None else config).items()):
-            if isinstance(value, dict):
-                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
-            else:
-                self.fill_match(f"{prefix}{key}", found, must_match, **kwargs)
-        if found and mismatches is None:
-            raise ValueError(
-                "Please correct the following DeepSpeed config values that mismatch kwargs values:\n" + "\n".join(found)
-            )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Enables the section of a precision where it is "auto" or missing.
