@@ -235,3 +235,29 @@ def test_a_folder_with_weights_of_another_shape_is_refused(model, tmp_path):
         wider.linear1 = nn.Linear(3, 9)
     with pytest.raises(CheckpointMismatchError, match=r"linear1\.weight is \[4, 3\] among the offloaded weights"):
         disk_offload(wider, tmp_path)
+
+
+@pytest.mark.parametrize("offload", ["disk", "map", "cpu"])
+def test_buffers_that_are_not_offloaded_keep_what_forwards_write(three_layers, offload, tmp_path):
+    model = three_layers().train()
+
+    def offloaded():
+        if offload == "disk":
+            disk_offload(model, tmp_path, execution_device="cpu")
+        elif offload == "map":
+            dispatch_model(model, {"": "disk"}, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+        else:
+            cpu_offload(model, "cpu")
+
+    offloaded()
+    with torch.no_grad():
+        model(torch.randn(8, 3))
+    assert not [one.name for one in tmp_path.iterdir() if "running" in one.name]
+    remove_hook_from_submodules(model)
+    assert int(model.batchnorm.num_batches_tracked) == 1
+    assert float(model.batchnorm.running_mean.abs().max()) > 0
+    offloaded()  # into the same folder, although the buffers have changed
+    with torch.no_grad():
+        model(torch.randn(8, 3))
+    remove_hook_from_submodules(model)
+    assert int(model.batchnorm.num_batches_tracked) == 2

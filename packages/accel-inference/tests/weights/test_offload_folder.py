@@ -36,6 +36,15 @@ def test_scalars_empty_and_transposed_weights_come_back(weight, tmp_path):
     assert torch.equal(load_offloaded_weight(tmp_path / "weight.dat", index["weight"]), weight)
 
 
+def test_views_of_one_memory_that_differ_are_written_apart(tmp_path):
+    square = torch.arange(4.0).view(2, 2)
+    index = offload_state_dict(tmp_path, {"a": square, "same": square, "turned": square.t()})
+    found = {name: load_offloaded_weight(tmp_path / f"{name}.dat", entry) for name, entry in index.items()}
+    assert torch.equal(found["a"], square)
+    assert torch.equal(found["same"], square)
+    assert torch.equal(found["turned"], square.t())
+
+
 def test_an_index_keeps_what_it_had(tmp_path):
     save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, tmp_path)
     save_offload_index({"b": {"dtype": "float32", "shape": [2]}}, tmp_path)

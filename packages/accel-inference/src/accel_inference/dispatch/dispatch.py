@@ -65,7 +65,14 @@ def dispatch_model(  # noqa: PLR0913  (the signature that users know)
         main = main_device if main_device is not None else main_device_of(device_map)
         offloaded = ("disk",) if torch.device(main).type in ("cpu", "mps") else HOST_DEVICES
         weights = _offloaded_weights(
-            model, device_map, offloaded, state_dict, offload_dir, offload_index, resident_bytes=resident_bytes
+            model,
+            device_map,
+            offloaded,
+            state_dict,
+            offload_dir,
+            offload_index,
+            offload_buffers=offload_buffers,
+            resident_bytes=resident_bytes,
         )
         _attach(model, device_map, main, offloaded, weights, offload_buffers, skip_keys, preload_module_classes)
         if len(places) > 1 or "disk" in places:
@@ -125,13 +132,20 @@ def _offloaded_weights(
     offload_dir: PathLike | None,
     offload_index: Mapping[str, Any] | None,
     *,
+    offload_buffers: bool,
     resident_bytes: int | None,
 ) -> OffloadedWeightsLoader | None:
-    """The weights of the modules that are offloaded; None if no module is."""
+    """The weights of the modules that are offloaded; None if no module is.
+
+    A buffer that is not offloaded stays in the model, where it changes; one on the meta device has to be loaded.
+    """
+    resident = {} if offload_buffers else dict(model.named_buffers(remove_duplicate=False))
     wanted = {
         name: (tensor, str(device))
         for name, tensor in model.state_dict().items()
-        if (device := device_of(name, device_map)) is not None and str(device) in offloaded
+        if (tensor.is_meta or name not in resident)
+        and (device := device_of(name, device_map)) is not None
+        and str(device) in offloaded
     }
     if not any(str(device) in offloaded for device in device_map.values()):
         return None

@@ -12,7 +12,7 @@ from accel_inference.hooks.turns import CpuOffload, UserCpuOffloadHook
 from accel_inference.module_tensors.ties import find_tied_parameters, retie_parameters
 from accel_inference.prefetch.weights_map import OffloadedWeightsLoader
 from accel_inference.weights.checkpoint_files import PathLike
-from accel_inference.weights.offload_folder import offload_state_dict
+from accel_inference.weights.offload_folder import offload_state_dict, read_offload_index
 
 
 def cpu_offload(
@@ -54,8 +54,10 @@ def disk_offload(
         CheckpointMismatchError: the folder has weights of another model, or lacks some.
         CheckpointError: a file cannot be written.
     """
-    offload_state_dict(offload_dir, {name: one for name, one in model.state_dict().items() if not one.is_meta})
-    weights = OffloadedWeightsLoader(save_folder=offload_dir, resident_bytes=resident_bytes)
+    resident = {} if offload_buffers else dict(model.named_buffers(remove_duplicate=False))
+    held = {name: one for name, one in model.state_dict().items() if not one.is_meta and name not in resident}
+    index = {**read_offload_index(offload_dir), **offload_state_dict(offload_dir, held)}
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, resident_bytes=resident_bytes)
     return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)
 
 

@@ -110,8 +110,13 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.offload and self.weights_map is not None:
             self._offload()
+            here = dict(self._tensors(module, buffers=True))
             for name, device in self.original_devices.items():
-                if device.type != "meta" and name in self.weights_map:
+                if device.type == "meta" or name not in here:
+                    continue
+                if not here[name].is_meta:  # a buffer that stayed, with the value that it has now
+                    set_module_tensor_to_device(module, name, device)
+                elif name in self.weights_map:
                     value = self.weights_map[name]
                     set_module_tensor_to_device(module, name, device, value=value, dtype=value.dtype)
         return module

@@ -130,7 +130,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False, *, detach:
     for name in MOVES if detach else ():
         module.__dict__.pop(name, None)
     for child in module.children() if recurse else ():
-        remove_hook_from_module(child, recurse)
+        remove_hook_from_module(child, recurse, detach=detach)
     return module
 
 

@@ -128,8 +128,13 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
                 if name == step.name or name not in sources:
                     set_module_tensor_to_device(model, name, "meta")
     placed = sorted((step for step in plan if step.device != "disk"), key=_place_in_files)
-    weights = (_in_wanted_dtype(step, wanted, in_fp32) for step in placed)
-    values = read_in_order(map(MappedFiles().weight, weights) if mapped else weights)
+    files = MappedFiles() if mapped else None
+
+    def weight_of(step: _Step) -> Weight:
+        weight = _in_wanted_dtype(step, wanted, in_fp32)
+        return files.weight(weight) if files is not None and str(step.device) == "cpu" else weight
+
+    values = read_in_order(map(weight_of, placed))
     for step, value in zip(placed, values, strict=True):
         set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
     if offload_folder is not None:

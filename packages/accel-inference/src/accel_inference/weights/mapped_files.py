@@ -28,16 +28,19 @@ class MappedFiles:
         self._mapped: set[Hashable] = set()
 
     def weight(self, source: Weight) -> Weight:
-        """The weight as pages of its file, converted now if it is used in another dtype; others as they are.
+        """The weight as pages of its file; others as they are.
 
-        Weights of other formats are not mapped here, nor weights of less than 16 KiB, nor those that their file does
-        not align to their elements. A second name of one tensor is read, so that the two do not share memory.
+        Weights of other formats are not mapped here, nor those that are used in another dtype, nor weights of less than
+        16 KiB, nor those that their file does not align to their elements. A second name of one tensor is read, so that
+        the two do not share memory.
 
         Raises:
             CheckpointCorruptError: the file has been replaced, written or cut since its header was read.
             CheckpointError: the operating system refuses the mapping.
         """
-        if not isinstance(source, FileWeight) or source.nbytes < _SMALL or source.offset % source.stored.itemsize:
+        if not isinstance(source, FileWeight) or source.nbytes < _SMALL or source.dtype != source.stored:
+            return source
+        if source.offset % source.stored.itemsize:
             return source
         if source.key in self._mapped:
             return source
@@ -45,7 +48,7 @@ class MappedFiles:
         memory = self._memory(source.file)
         with torch.inference_mode(False), torch.device("cpu"):
             flat = torch.frombuffer(memory, dtype=source.stored, count=source.elements, offset=source.offset)
-            return HostWeight(flat.view(source.shape).to(source.dtype))
+            return HostWeight(flat.view(source.shape))
 
     def _memory(self, file: WeightFile) -> mmap.mmap:
         if file not in self._files:

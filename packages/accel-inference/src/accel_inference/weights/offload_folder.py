@@ -48,7 +48,7 @@ def offload_weight(
         if not _holds(target, content):
             with staging.open("wb") as file:
                 file.write(content.numpy().data)
-            if not _make(target, staging) and not _holds(target, content):
+            if not _link(staging, target) and not _holds(target, content):
                 staging.replace(target)
     except OSError as error:
         size = weight.numel() * weight.element_size()
@@ -76,18 +76,9 @@ def _holds(target: Path, content: Tensor) -> bool:
         return False
     if not same:
         raise CheckpointMismatchError(
-            f"{target} has other bytes than this model's {target.name.removesuffix('.dat')}: another model's, perhaps "
-            f"in use. Give each model an offload folder of its own, or delete {target.parent} first"
+            f"{target} has other bytes than this model's {target.name.removesuffix('.dat')}, probably those of another "
+            f"model that may be in use. Give each model an offload folder of its own, or delete {target.parent} first"
         )
-    return True
-
-
-def _make(target: Path, staging: Path) -> bool:
-    """Gives a file its name unless a file has that; False also if the file system has no hard links."""
-    try:
-        target.hardlink_to(staging)
-    except OSError:
-        return False
     return True
 
 
@@ -127,7 +118,8 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> di
     written: dict[Hashable, str] = {}
     for name, weight in state_dict.items():
         key = HostWeight(weight).key
-        if weight.device.type == "cpu" and key in written and _link(Path(save_dir), written[key], name):
+        files = Path(save_dir) / f"{written.get(key)}.dat", Path(save_dir) / f"{name}.dat"
+        if weight.device.type == "cpu" and key in written and _link(*files):
             index[name] = index[written[key]]
             continue
         offload_weight(weight, name, save_dir, index)
@@ -141,10 +133,10 @@ def _staging(target: Path) -> Path:
     return target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
 
 
-def _link(folder: Path, first: str, name: str) -> bool:
-    """Makes the file of ``first`` that of ``name``, too; False if that has a file, or without hard links."""
+def _link(source: Path, target: Path) -> bool:
+    """Gives a file a second name; False if a file has that name, or without hard links."""
     try:
-        (folder / f"{name}.dat").hardlink_to(folder / f"{first}.dat")
+        target.hardlink_to(source)
     except OSError:
         return False
     return True

@@ -124,7 +124,8 @@ class HostWeight:
     @property
     def key(self) -> Hashable:
         """Equal for names of one tensor."""
-        return id(self.tensor) if self.tensor.numel() == 0 else (self.tensor.data_ptr(), self.tensor.shape)
+        one = self.tensor
+        return id(one) if one.numel() == 0 else (one.data_ptr(), one.dtype, one.shape, one.stride())
 
     @property
     def nbytes(self) -> int:
