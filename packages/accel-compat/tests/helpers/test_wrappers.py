@@ -76,8 +76,20 @@ def test_regions_are_compiled_in_place():
             super().__init__()
             self.inner = nn.Linear(2, 2)
 
+        def forward(self, x):
+            return self.inner(x).tanh()
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     model = nn.ModuleDict({"blocks": nn.ModuleList([Block(), Block()]), "head": nn.Linear(2, 2)})
-    assert importlib.import_module("accelerate.utils").compile_regions_fsdp2(model, backend="eager") is model
+    assert importlib.import_module("accelerate.utils").compile_regions_fsdp2(model, backend=backend) is model
     compiled = {name for name, one in model.named_modules() if one._compiled_call_impl is not None}
     assert compiled == {"blocks.0", "blocks.1", "head"}
     assert type(model["blocks"][0]) is Block
+    for part in (*model["blocks"], model["head"]):
+        part(torch.ones(1, 2))
+    assert len(graphs) == 2  # one for both blocks, one for the head

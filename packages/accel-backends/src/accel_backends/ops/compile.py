@@ -141,25 +141,27 @@ def compile_regions(model: nn.Module, plugin: TorchDynamoPlugin) -> list[str]:
     names = repeated_blocks(root)
     regions = [root.get_submodule(name) for name in names] or [root]
     for region in regions:
-        _compile_in_place(region, plugin)
+        compile_in_place(region, **plugin.to_kwargs())
     return names or [""]
 
 
-def _compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
+def compile_in_place(module: nn.Module, **options: Any) -> None:
     """Compiles a module in place, also one of torch.nn's classes, for which ``module.compile`` does nothing.
+
+    ``options`` are those of ``torch.compile``.
 
     Dynamo skips the frames of torch.nn, so the call of such a module is wrapped in a function of this module, from
     which dynamo starts.
     """
     if not (type(module).forward.__module__ or "").startswith("torch."):
-        module.compile(**plugin.to_kwargs())
+        module.compile(**options)
         return
     call: Callable[..., Any] = module._call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    module._compiled_call_impl = torch.compile(run, **plugin.to_kwargs())
+    module._compiled_call_impl = torch.compile(run, **options)
 
 
 def unwrap(model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:

@@ -123,33 +123,45 @@ def merge_fsdp_weights(
 ) -> None:
     """Writes the shards of a model as one file of full tensors, on rank 0, which holds all of them in memory.
 
+    torch reads a pickle of the folder, so that it has to be of a source that is trusted.
+
+    Collective: every rank of the group must call this.
+
     Raises:
         ValueError: ``checkpoint_dir`` has no shards of torch's distributed checkpoints, or is to be removed with the
-            merged file in it.
-
-    torch reads a pickle of the folder, so that it has to be of a source that is trusted.
+            merged file in it. The other ranks raise a CollectiveError.
     """
-    from accel_compat.checkpoints.pickles import save
     from accel_compat.state.process_state import SharedPartialState
+    from accel_state.collectives.objects import agree
 
-    source, target = Path(checkpoint_dir), Path(output_path)
+    state, error = SharedPartialState(), None
+    if state.is_main_process:
+        try:
+            _merge(Path(checkpoint_dir), Path(output_path), safe=safe_serialization, remove=remove_checkpoint_dir)
+        except Exception as caught:
+            error = caught
+    if state.use_distributed:
+        agree(error, group=state.session.group)
+    if error is not None:
+        raise error
+
+
+def _merge(source: Path, target: Path, *, safe: bool, remove: bool) -> None:
+    from accel_compat.checkpoints.pickles import save
+
     if not (source / ".metadata").is_file():
         found = [path.name for path in sorted(source.glob("pytorch_model_fsdp_*"))] if source.is_dir() else []
         hint = f"; nearest: {source / found[0]}" if found else ""
         raise ValueError(f"{source} has no shards of a distributed checkpoint (no file .metadata){hint}")
-    if remove_checkpoint_dir and target.resolve().is_relative_to(source.resolve()):
+    if remove and target.resolve().is_relative_to(source.resolve()):
         raise ValueError(
             f"remove_checkpoint_dir=True would remove {target} with {source}; expected an output_path outside of it"
         )
-    state = SharedPartialState()
-    if state.is_main_process:
-        target.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=target) as folder:
-            dcp_to_torch_save(source, Path(folder) / "full.bin")
-            tensors = load(Path(folder) / "full.bin", map_location="cpu")
-        tensors = tensors["model"] if list(tensors) == ["model"] else tensors
-        name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-        save(tensors, target / name, safe_serialization=safe_serialization)
-        if remove_checkpoint_dir:
-            shutil.rmtree(source)
-    state.wait_for_everyone()
+    target.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target) as folder:
+        dcp_to_torch_save(source, Path(folder) / "full.bin")
+        tensors = load(Path(folder) / "full.bin", map_location="cpu")
+    tensors = tensors["model"] if list(tensors) == ["model"] else tensors
+    save(tensors, target / ("model.safetensors" if safe else "pytorch_model.bin"), safe_serialization=safe)
+    if remove:
+        shutil.rmtree(source)

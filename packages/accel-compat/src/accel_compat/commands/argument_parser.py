@@ -52,18 +52,20 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     """Adds one option for each setting, grouped as in ``accel launch --help``."""
     groups: dict[str, Any] = {}
     for row in settings().values():
-        group = groups.setdefault(row.facts.group, parser.add_argument_group(row.facts.group))
+        if row.facts.group not in groups:
+            groups[row.facts.group] = parser.add_argument_group(row.facts.group)
+        group = groups[row.facts.group]
         names = tuple(filter(None, (row.facts.short, f"--{row.name}")))
         text = row.facts.help.replace("%", "%%")
         if not row.is_switch:
-            _add(parser, group, names, dest=row.name, type=_reader(row), default=row.default, help=text)
+            _add(group, names, dest=row.name, type=_reader(row), default=row.default, help=text)
             continue
-        _add(parser, group, names, dest=row.name, nargs=0, const=True, default=row.default, help=text)
+        _add(group, names, dest=row.name, nargs=0, const=True, default=row.default, help=text)
         if not row.name.startswith("no_"):
-            _add(parser, group, (f"--no_{row.name}",), dest=row.name, nargs=0, const=False, help=argparse.SUPPRESS)
+            _add(group, (f"--no_{row.name}",), dest=row.name, nargs=0, const=False, help=argparse.SUPPRESS)
 
 
-def _add(parser: argparse.ArgumentParser, group: Any, names: tuple[str, ...], **options: Any) -> None:
+def _add(group: Any, names: tuple[str, ...], **options: Any) -> None:
     group.add_argument(*names, action=_Given, **({"default": argparse.SUPPRESS} | options))
     hyphened = [name.replace("_", "-") for name in names if name.startswith("--") and "_" in name]
     if hyphened:

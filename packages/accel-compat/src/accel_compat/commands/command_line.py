@@ -97,6 +97,17 @@ def _estimate(words: Sequence[str]) -> int:
         return run(["estimate-memory", *arguments])
 
 
+def _merge(words: Sequence[str]) -> int:
+    """Merges shards of torch's distributed checkpoints; other folders are those of accel, which its own command exports."""
+    from accel_compat.commands.other_commands import merge_command, merge_command_parser
+
+    source = next((word for word in words if not word.startswith("-")), "")
+    if not (Path(source) / ".metadata").is_file():
+        return run(["merge-weights", *words])
+    merge_command(merge_command_parser().parse_args(words))
+    return 0
+
+
 def _option(words: Sequence[str], name: str) -> str | None:
     """Value of an option, given as ``--name value`` or ``--name=value``, also with hyphens."""
     for place, word in enumerate(words):
@@ -112,6 +123,7 @@ _COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "config": _config,
     "env": _env,
     "estimate-memory": _estimate,
+    "merge-weights": _merge,
 }
 
 

@@ -6,6 +6,7 @@ start the script itself: its ``import accelerate`` is the accelerate that is ins
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ def _mpirun(config: AccelConfig) -> list[str]:
     said = subprocess.check_output(["mpirun", "--version"])
     hosts, each = ("--hostfile", "--npernode") if b"Open MPI" in said else ("-f", "-ppn")
     total = config.num_processes or config.num_machines
-    more = (config.mpirun_args or "").split()
+    more = shlex.split(config.mpirun_args or "")
     return [
         *("mpirun", hosts, str(config.mpirun_hostfile), each, str(max(1, total // config.num_machines))),
         *("-n", str(total), *more),

@@ -305,6 +305,7 @@ class PreparingMethods:
         for held in (self._schedulers, self._optimizers, self._models, self._dataloaders):
             held.clear()
         self.step = 0
+        self.deepspeed_engine_wrapped = None
         return release_memory(*objects)
 
     def clear(self: Any, *objects: Any) -> list[None]:

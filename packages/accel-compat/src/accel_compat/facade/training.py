@@ -87,7 +87,8 @@ class TrainingMethods:
         if self.distributed_type == DistributedType.DEEPSPEED:
             plugin = self.state.deepspeed_plugin
             scaled = kwargs.pop("scale_wrt_gas", True) and plugin is not None
-            steps = int(plugin.get_value("gradient_accumulation_steps", 1)) if scaled else 1
+            stated = plugin.get_value("gradient_accumulation_steps", 1) if scaled else 1
+            steps = steps if stated == "auto" else int(stated)  # "auto" until models are prepared by ``prepare``
         self._backend.backward(loss, scale=1.0 / steps, **kwargs)
 
     def lomo_backward(self: Any, loss: Any, learning_rate: float) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from accel_backends.ops.blocks import repeated_blocks
+from accel_backends.ops.compile import compile_in_place
 
 
 def compile_regions_in_place(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -12,9 +13,9 @@ def compile_regions_in_place(module: nn.Module, **compile_kwargs: Any) -> nn.Mod
 
     Blocks of one class share code, which torch compiles once. ``compile_kwargs`` are those of ``torch.compile``.
     """
-    names = repeated_blocks(module)
+    names = set(repeated_blocks(module))
     for name, layer in module.named_modules():
         inside = any(name.startswith(f"{block}.") for block in names)
         if name in names or (not inside and not any(True for _ in layer.children())):
-            layer.compile(**compile_kwargs)
+            compile_in_place(layer, **compile_kwargs)
     return module

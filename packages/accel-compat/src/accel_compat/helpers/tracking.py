@@ -42,6 +42,8 @@ class _Classes(MutableMapping[str, Any]):
             registry.register_tracker_class(kind)
 
     def __delitem__(self, name: str) -> None:
+        if str(name) not in registry.registered_trackers():
+            raise KeyError(name)
         registry.unregister_tracker_class(str(name))
 
     def __iter__(self) -> Iterator[str]:

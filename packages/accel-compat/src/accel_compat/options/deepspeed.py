@@ -66,7 +66,6 @@ class CompatDeepSpeedPlugin(AutoValues):
     msamp_opt_level: Any = None
 
     def __post_init__(self) -> None:
-        given = {name for name in _KEYS if getattr(self, name) is not None}
         for name, (_, variable, default) in _KEYS.items():
             if getattr(self, name) is None:
                 setattr(self, name, _typed(name, os.environ.get(variable, default)))
@@ -76,7 +75,7 @@ class CompatDeepSpeedPlugin(AutoValues):
         if self.hf_ds_config is None:
             self.hf_ds_config = HfDeepSpeedConfig(self._document())
         else:
-            self._read(given)
+            self._read()
         self.deepspeed_config = self.hf_ds_config.config
         self.zero_stage = self.hf_ds_config.get_value(f"{ZERO}.stage")
         self._complete_init_flag()
@@ -85,7 +84,7 @@ class CompatDeepSpeedPlugin(AutoValues):
         self.dschf: Any = None
         self._selected = False
 
-    def _read(self, given: set[str]) -> None:
+    def _read(self) -> None:
         """Reads the configuration, and fills its "auto" from the fields."""
         self._check_doubled()
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
@@ -95,7 +94,7 @@ class CompatDeepSpeedPlugin(AutoValues):
         if ZERO not in document:
             raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
         for name, (key, _, _) in _KEYS.items():
-            if self.is_auto(key) and (name in given or getattr(self, name) != AUTO):
+            if self.is_auto(key) and getattr(self, name) != AUTO:
                 self.fill_match(key, must_match=False, **{key: getattr(self, name)})
         self.hf_ds_config.set_stage_and_offload()
 
