@@ -5,6 +5,7 @@ the same plan, units, split, schedule and micro-batches. Both are measured in tu
 is the processor time of the thread that steps; ``+-`` is how far its median may be off (see ``fsdp``).
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,11 +63,6 @@ def accel(degrees: Mapping[str, int]) -> Step:
         optimizer.zero_grad()
 
     return step
-
-
-def raw(degrees: Mapping[str, int]) -> Step:
-    """What a careful person writes by hand."""
-    return pipeline_by_hand(degrees) if "pp_size" in degrees else shards_by_hand(degrees)
 
 
 def shards_by_hand(degrees: Mapping[str, int]) -> Step:
@@ -155,7 +151,9 @@ def pipeline_by_hand(degrees: Mapping[str, int]) -> Step:
 
 def measure(case: str, *, rounds: int, steps: int) -> dict[str, Any]:
     """Milliseconds of the step by hand, and how much longer ours takes, on the clock and in processor time."""
-    return {"case": case, **timed({"raw": raw(CASES[case]), "accel": accel(CASES[case])}, rounds=rounds, steps=steps)}
+    degrees = CASES[case]
+    by_hand = pipeline_by_hand(degrees) if "pp_size" in degrees else shards_by_hand(degrees)
+    return {"case": case, **timed({"raw": by_hand, "accel": accel(degrees)}, rounds=rounds, steps=steps)}
 
 
 def main() -> None:
@@ -168,9 +166,7 @@ def main() -> None:
     from accel_testing import RankPool
 
     for case in args.cases:
-        ranks = 1
-        for degree in CASES[case].values():
-            ranks *= degree
+        ranks = math.prod(CASES[case].values())
         with RankPool(ranks, timeout=900, preload=["torch._dynamo"]) as pool:
             rows = pool.run(measure, case, rounds=rounds, steps=steps)
         row = {key: rows[0][key] for key in ("case", "raw_ms")}

@@ -146,6 +146,13 @@ def test_a_torch_without_collectives_of_units_keeps_its_own(monkeypatch):
     assert private.unit_collectives(lambda run: run(), lambda run: run()) is None
 
 
+def test_a_torch_without_calls_of_units_is_named():
+    with pytest.raises(BackendError, match=r"has no FSDPState\._lazy_init, as torch 2\.13 has.*dp_replicate_size"):
+        private.joined_units(Unit())
+    with pytest.raises(BackendError, match=r"has no FSDPParamGroup\.finalize_backward"):
+        private.reduce_unit_gradients([Unit(_fsdp_param_groups=[SimpleNamespace(post_backward=print)])])
+
+
 def test_ddp_finds_the_parameters_that_it_leaves_out():
     model = nn.Linear(2, 2)
     private.leave_out_of_ddp(model, ["weight"])

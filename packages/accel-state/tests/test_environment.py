@@ -172,8 +172,7 @@ def test_the_device_type_falls_back_to_cuda():
 
 
 def test_usable_cpus_are_those_of_the_affinity_and_all_where_there_is_none(monkeypatch):
-    assert usable_cpus() == sorted(os.sched_getaffinity(0))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2}, raising=False)
     assert usable_cpus() == [2, 5]
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 3)

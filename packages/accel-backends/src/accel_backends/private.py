@@ -156,9 +156,17 @@ def unit_parameters(module: nn.Module) -> Iterable[Any]:
 
 
 def joined_units(root: nn.Module) -> None:
-    """Makes FSDP2 units one tree with a root that is never called, by ``_lazy_init``, as its first call would."""
+    """Makes FSDP2 units one tree with a root that is never called, by ``_lazy_init``, as its first call would.
+
+    Raises:
+        BackendError: this torch does not have it.
+    """
     unit: Any = root
-    unit._get_fsdp_state()._lazy_init()
+    try:
+        initialise = unit._get_fsdp_state()._lazy_init
+    except AttributeError:
+        raise _without_unit_calls("FSDPState._lazy_init") from None
+    initialise()
 
 
 def reduce_unit_gradients(units: Iterable[Any]) -> None:
@@ -167,12 +175,27 @@ def reduce_unit_gradients(units: Iterable[Any]) -> None:
     By ``post_backward`` and ``finalize_backward`` of each group, as ``torch.distributed.pipelining`` does.
 
     Collective: every rank of the units' meshes must call this.
+
+    Raises:
+        BackendError: this torch does not have them.
     """
     groups = [group for unit in units for group in unit_groups(unit)]
+    missing = next(
+        (one for one in ("post_backward", "finalize_backward") if groups and not hasattr(groups[0], one)), None
+    )
+    if missing is not None:
+        raise _without_unit_calls(f"FSDPParamGroup.{missing}")
     for group in groups:
         group.post_backward()
     for group in groups:
         group.finalize_backward()
+
+
+def _without_unit_calls(name: str) -> BackendError:
+    return BackendError(
+        f"torch {torch.__version__} has no {name}, as torch 2.13 has, by which stages are sharded; nearest: "
+        "dp_replicate_size instead of dp_shard_size"
+    )
 
 
 @contextmanager

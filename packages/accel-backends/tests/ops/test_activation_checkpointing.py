@@ -291,7 +291,10 @@ def trained(kind, config=None, **options):
 
 
 def test_one_device_trains_as_without_it():
-    (plain, once), (found, twice) = trained(SingleBackend), trained(SingleBackend, recomputed=ActivationCheckpointing())
+    (plain, once), (found, twice) = (
+        trained(SingleBackend),
+        trained(SingleBackend, activation_checkpointing=ActivationCheckpointing()),
+    )
     assert (once, twice) == (3, 6)
     assert all(torch.equal(plain[name], found[name]) for name in plain)
 
@@ -300,7 +303,7 @@ def test_one_device_trains_as_without_it():
 @pytest.mark.parametrize("kind", [DDPBackend, FSDPBackend, FSDP1Backend])
 def test_ranks_train_as_without_it(rank, kind):
     plain, once = trained(kind)
-    found, twice = trained(kind, recomputed=ActivationCheckpointing(save="matmuls"))
+    found, twice = trained(kind, activation_checkpointing=ActivationCheckpointing(save="matmuls"))
     assert (once, twice) == (3, 6)
     for name in plain:
         torch.testing.assert_close(found[name], plain[name], rtol=1e-12, atol=1e-12)
@@ -308,7 +311,7 @@ def test_ranks_train_as_without_it(rank, kind):
 
 def test_models_without_blocks_are_left_as_they_are_beside_others():
     model, head = net(), nn.Linear(2, 2)
-    backend(SingleBackend, recomputed=ActivationCheckpointing()).prepare(Bundle([model, head], []))
+    backend(SingleBackend, activation_checkpointing=ActivationCheckpointing()).prepare(Bundle([model, head], []))
     assert type(head) is nn.Linear
     assert type(model.blocks[0]) is not Block
 
@@ -317,7 +320,7 @@ def test_the_options_of_a_backend_stand_behind_those_of_the_run():
     config = FSDPConfig(fsdp_version=2, activation_checkpointing=True, transformer_cls_names_to_wrap=["Block"])
     assert backend(FSDPBackend, config).recomputed == ActivationCheckpointing()
     other = ActivationCheckpointing(every=2)
-    assert backend(FSDPBackend, config, recomputed=other).recomputed is other
+    assert backend(FSDPBackend, config, activation_checkpointing=other).recomputed is other
 
 
 def test_a_backend_that_does_not_apply_it_says_what_does():
@@ -329,12 +332,12 @@ def test_a_backend_that_does_not_apply_it_says_what_does():
             return model
 
     with pytest.raises(BackendError, match=r"'other' does not apply activation_checkpointing.*call other\.checkpoint"):
-        backend(Other, recomputed=ActivationCheckpointing())
+        backend(Other, activation_checkpointing=ActivationCheckpointing())
 
 
 def test_released_models_are_plain_again():
     model = net()
-    opened = backend(SingleBackend, recomputed=ActivationCheckpointing())
+    opened = backend(SingleBackend, activation_checkpointing=ActivationCheckpointing())
     opened.prepare(Bundle([model], []))
     opened.compile(model, TorchDynamoPlugin())
     opened.close()

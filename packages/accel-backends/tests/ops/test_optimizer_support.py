@@ -172,7 +172,7 @@ def test_version_1_refuses_what_cannot_be_tried() -> None:
     ("kind", "problem"),
     [
         (adafactor, r"Adafactor fails on sharded parameters \(.+\), of which .*nearest: AdamW, or strategy='ddp'"),
-        (ByViews, "ByViews updates sharded parameters otherwise than whole ones, .*nearest: AdamW, or strategy='ddp'"),
+        (ByViews, "ByViews updates sharded parameters differently from full ones, .*nearest: AdamW, or strategy='ddp'"),
     ],
 )
 def test_version_2_refuses_what_does_not_step_on_shards(kind: Any, problem: str) -> None:

@@ -27,6 +27,8 @@ class PerNode:
 
     def __init__(self, group: "ProcessGroup | None" = None, *, node: int) -> None:
         found = resolve(group)
+        from accel_state.process_group.group import sends_from_host
+
         self.group = found if found is None or sends_from_host(found) else host_group(found)
         self.nodes: tuple[int, ...] = tuple(all_gather_object(node, group=found)) if found is not None else (node,)
 
@@ -160,10 +162,3 @@ def host_group(group: "ProcessGroup") -> "ProcessGroup":
     from accel_state.process_group.group import sibling_group
 
     return sibling_group(group, backend="gloo")
-
-
-def sends_from_host(group: "ProcessGroup") -> bool:
-    """Whether ``group`` can send CPU tensors."""
-    import torch.distributed as dist
-
-    return "cpu:" in str(dist.get_backend_config(group))

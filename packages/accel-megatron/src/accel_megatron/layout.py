@@ -19,9 +19,3 @@ class MegatronLayout(ReplicatedLayout):
     def shared_degrees(self) -> Mapping[str, int]:
         """Tensor-parallel and pipeline-parallel sizes."""
         return {axis: self.run.parallelism.size(axis) for axis in ("tp", "pp")}
-
-    @property
-    def rng_seed_rank(self) -> int:
-        """First rank of this rank's tensor-parallel group."""
-        rank = self.run.session.rank
-        return rank - self.run.parallelism.coordinates(rank)["tp"]

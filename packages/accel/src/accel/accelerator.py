@@ -68,7 +68,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         fsdp_plugin: options with which parameters, gradients and optimizer states are sharded.
         deepspeed_plugin: train with DeepSpeed: options, a mapping of them, or DeepSpeed's own configuration.
         deepspeed_plugins: several plugins by name; ``select_deepspeed_plugin`` selects one, initially the first.
-        activation_checkpointing: backward recomputes activations, whatever the strategy: True, or which and how.
+        activation_checkpointing: recompute activations in backward, with any strategy: True, or which blocks and how.
         scheduler_steps: ``"per_step"`` steps a schedule once per optimizer step, ``"per_process"`` once per process.
         debug: verify every collective on all ranks before it runs.
 

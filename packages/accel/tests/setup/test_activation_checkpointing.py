@@ -68,10 +68,10 @@ def test_blocks_are_recomputed_and_the_weights_are_the_same(rank: int, name: str
 
 def test_the_launch_setting_holds_unless_the_call_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_ACTIVATION_CHECKPOINTING", "true")
-    assert Accelerator(cpu=True).backend.run.recomputed == ActivationCheckpointing()
-    assert Accelerator(cpu=True, activation_checkpointing=False).backend.run.recomputed is None
+    assert Accelerator(cpu=True).backend.run.activation_checkpointing == ActivationCheckpointing()
+    assert Accelerator(cpu=True, activation_checkpointing=False).backend.run.activation_checkpointing is None
     own = ActivationCheckpointing(save="matmuls")
-    assert Accelerator(cpu=True, activation_checkpointing=own).backend.run.recomputed is own
+    assert Accelerator(cpu=True, activation_checkpointing=own).backend.run.activation_checkpointing is own
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
@@ -79,5 +79,5 @@ def test_what_cannot_be_meant_is_refused() -> None:
         Accelerator(cpu=True, activation_checkpointing=["Block"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="activation_checkpointing"):
         Accelerator(cpu=True, activation_checkpointing="full")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="strategy 'auto' decides about activation checkpointing"):
+    with pytest.raises(ConfigError, match="strategy 'auto' chooses activation checkpointing itself"):
         Accelerator(cpu=True, strategy="auto", activation_checkpointing=True)

@@ -23,7 +23,6 @@ _ZERO = re.compile(r"ds([0-3])((?::\d+)?)")
 _MODEL_AXIS = re.compile(r"(tp|cp|pp|ep):([1-9]\d*)")
 #: A further degree of such a layout in the same form: ``pp:2/tp:2`` is ``pp:2/tp=2``.
 _DEGREE = re.compile(rf"^({'|'.join(DEGREES)}):([1-9]\d*)$")
-_SERVED_BY = {"tp": "fsdp", "cp": "fsdp", "ep": "fsdp", "pp": "pipeline"}
 
 
 @final
@@ -135,7 +134,7 @@ def _spelt_out(text: str) -> list[str]:
         return [f"deepspeed{zero[2]}", f"zero_stage={zero[1]}", *words]
     if axis := _MODEL_AXIS.fullmatch(head):
         words = [f"{axis[1]}={axis[2]}", *(_DEGREE.sub(r"\1=\2", word) for word in words)]
-        served_by = "pipeline" if any(word.startswith("pp=") for word in words) else _SERVED_BY[axis[1]]
+        served_by = "pipeline" if any(word.startswith("pp=") for word in words) else "fsdp"
         return [f"{served_by}:{_product_of_degrees(words)}", *words]
     return [head, *words]
 

@@ -82,7 +82,7 @@ class Backend(ABC):
         reason = self.capabilities.refusal(self.name, run.policy, session.device.type, session.world_size)
         if reason is not None:
             raise BackendError(reason)
-        if run.recomputed is not None and self.capabilities.instead_of_recomputing is not None:
+        if run.activation_checkpointing is not None and self.capabilities.instead_of_recomputing is not None:
             raise BackendError(
                 f"backend {self.name!r} does not apply activation_checkpointing; leave it out, and "
                 f"{self.capabilities.instead_of_recomputing}"
@@ -126,7 +126,7 @@ class Backend(ABC):
     def release(self, models: Iterable[nn.Module]) -> None:
         """Drops prepared models, and restores the classes of their modules, so that they can be prepared again.
 
-        Blocks that a backend has sharded in place keep theirs.
+        Modules that ``fully_shard`` was called on keep the class that it gave them.
         """
         for model in models:
             for module in innermost(model).modules():

@@ -26,8 +26,8 @@ class Capabilities:
         gathers_fp8: whether sharded weights can be all-gathered in 8 bits.
         offload: whether parameters or optimizer states can be kept in host memory.
         meta_device: whether models on the meta device can be prepared, and are initialised then.
-        instead_of_recomputing: what to do instead of activation checkpointing by ``Run.recomputed``, for errors of
-            backends that do not apply it; None: the backend applies it.
+        instead_of_recomputing: what to do instead of ``Run.activation_checkpointing``, for errors of backends that do
+            not apply it; None: the backend applies it.
         loads_in_place: whether a state to load may contain the tensors of ``states.model`` and ``states.optimizer``
             themselves, with new values in them.
         optimizer_states_of_some: whether an optimizer state may lack some of the optimizer's parameters.

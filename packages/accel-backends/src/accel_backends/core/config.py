@@ -10,6 +10,7 @@ from accel_state.errors import ConfigError
 from accel_state.parallelism.config import MESH_AXES, ParallelismConfig
 
 if TYPE_CHECKING:
+    from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
     from accel_state.device.device import Device
     from accel_state.topology import Topology
 
@@ -102,6 +103,11 @@ class BackendConfig(KwargsHandler):
     axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate"})
     precedence: ClassVar[int | None] = 100
     needs_ranks: ClassVar[bool] = False
+
+    @property
+    def recomputed(self) -> "ActivationCheckpointing | None":
+        """Activations that backward recomputes where the run says nothing; None: none. Default: none."""
+        return None
 
     @classmethod
     def build(

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -66,8 +66,8 @@ class ModuleBackend(Backend):
             compare_bundles(bundle, group=self.session.group)
         if bundle.training:
             upcast_states(bundle.optimizers, self.policy)
-        for how, model, names in recomputed:
-            how.apply(model, names)
+        for model, names in recomputed:
+            cast(ActivationCheckpointing, self.recomputed).apply(model, names)
         return self.bind(bundle)
 
     def check(self, bundle: Bundle) -> None:
@@ -139,30 +139,31 @@ class ModuleBackend(Backend):
 
     @property
     def recomputed(self) -> ActivationCheckpointing | None:
-        """Activations that backward recomputes; None: none. Default: the run's."""
-        return self.run.recomputed
+        """Activations that backward recomputes, by the run's options, otherwise by the backend's; None: none."""
+        return self.run.activation_checkpointing or self.config.recomputed
 
     def blocks(self, model: nn.Module) -> Sequence[str]:
-        """Returns the names of a model's blocks, which activation checkpointing recomputes unless it names others.
+        """Returns the names of the blocks of the user's own module.
 
-        Default: the blocks that the model declares or repeats.
+        Activation checkpointing recomputes them unless its options select others. Default: the blocks that the model
+        declares or repeats.
         """
-        return declared_or_repeated_blocks(innermost(model))
+        return declared_or_repeated_blocks(model)
 
     def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
         """Converts a value of optimizer state for the parameter that replaces the old one. Default: unchanged."""
         return value
 
-    def _recomputed_blocks(self, bundle: Bundle) -> list[tuple[ActivationCheckpointing, nn.Module, list[str]]]:
-        """Returns the blocks to recompute of each model of a bundle, with the options that they are recomputed by."""
+    def _recomputed_blocks(self, bundle: Bundle) -> list[tuple[nn.Module, list[str]]]:
+        """Returns the models of a bundle that have blocks to recompute, with these blocks."""
         how = self.recomputed
         if how is None or not bundle.training:
             return []
-        found: list[tuple[ActivationCheckpointing, nn.Module, list[str]]] = []
+        found: list[tuple[nn.Module, list[str]]] = []
         problem: PrepareError | None = None
         for root in map(innermost, bundle.models):
             try:
-                found.append((how, root, how.find(root, self.blocks(root))))
+                found.append((root, how.find(root, self.blocks(root))))
             except PrepareError as error:  # a model without blocks beside one that has them, a head for example
                 problem = problem or error
         if problem is not None and not found:

@@ -22,7 +22,8 @@ class Run:
         parallelism: degrees of each axis, from which backends take those that they serve.
         autocast: options of the autocast context around forwards.
         scaler: options of the fp16 loss scale; None: the defaults.
-        recomputed: activations that backward recomputes in models that train; None: none, or by the backend's options.
+        activation_checkpointing: which activations backward recomputes in models that train; None: those that the
+            backend's options name.
     """
 
     session: Session
@@ -30,7 +31,7 @@ class Run:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     scaler: GradScalerKwargs | None = None
-    recomputed: ActivationCheckpointing | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
 
     def autocast_context(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Returns the policy's autocast context on the run's device; ``options``: others than the run's."""

@@ -40,15 +40,15 @@ class Reduction:
         recorded: a synchronising backward has run, in which torch records a static graph.
     """
 
-    __slots__ = ("_before", "_expected", "_group", "_marks", "_model", "_others", "_prepared", "_sparse", "recorded")
+    __slots__ = ("_before", "_expected", "_group", "_marks", "_model", "_others", "_sparse", "recorded")
 
     def __init__(self, model: DistributedDataParallel, group: Any = None, *, given: bool = False) -> None:
         model.__dict__["require_forward_param_sync"] = _SPENT  # the first backward may go through another method
         self._group = group
         self.recorded = False
-        # The last backward was prepared here, not by a forward of the model, and has reached nothing.
-        self._prepared = False
-        self._marks: GradientMarks | None = None  # of the gradients before that backward
+        # Marks of the gradients before the last backward, if it was prepared here, not by a forward of the model; None
+        # once it has reached a parameter.
+        self._marks: GradientMarks | None = None
         # With a static graph: marks of the gradients before a backward that follows no forward of this model.
         self._before: GradientMarks | None = None
         self._expected: list[torch.Tensor] = []  # in the reducer's order, which its parameter indices refer to
@@ -78,7 +78,7 @@ class Reduction:
         model = self._model()
         if model is None or not model.require_backward_grad_sync:
             return
-        self._prepared = model.require_forward_param_sync is not True and not model.static_graph
+        self._marks = None
         if model.require_forward_param_sync is True:
             return
         if model.static_graph:
@@ -97,14 +97,15 @@ class Reduction:
     def settle(self) -> None:
         """Ends the preparation of a backward that reached no parameter, because the next one is under ``no_sync``.
 
-        Otherwise the reducer would reduce the gradients of that one. With ``find_unused_parameters`` it does.
+        Otherwise the reducer would reduce the gradients of that one. With ``find_unused_parameters`` they are reduced
+        nevertheless, because gradients of -0.0 would count as used.
         """
         model = self._model()
-        if model is None or not self._prepared or model.require_forward_param_sync is True:
+        if model is None or self._marks is None or model.require_forward_param_sync is True:
             return
-        if model.find_unused_parameters:  # gradients of -0.0 would count as used
+        if model.find_unused_parameters:
             return
-        self._prepared = False
+        self._marks = None
         without = [parameter for parameter in self._expected if parameter.grad is None]
         self._add_nothing(self._expected)
         if without:
@@ -130,8 +131,8 @@ class Reduction:
             return
         self.recorded = True
         self._complete(model)
-        if self._prepared:
-            self._prepared = gradient_marks(self._expected) == self._marks
+        if self._marks is not None and gradient_marks(self._expected) != self._marks:
+            self._marks = None
         model.__dict__["require_forward_param_sync"] = _SPENT
         for parameter in self._others:
             if parameter.requires_grad:

@@ -46,10 +46,9 @@ from accel_backends.fsdp.validate import (
     is_sharded,
 )
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
-from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
-from accel_backends.ops.dtensor import is_dtensor, loop_over_meshes, sharded_like
+from accel_backends.ops.dtensor import is_dtensor, loop_over_meshes, placed_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
@@ -87,7 +86,7 @@ class FSDPBackend(ModuleBackend):
         self._options = cast(FSDPConfig, self.config).of_version(2, "fsdp1")
         check_torch(self._options)
         self._spread = ShardingMesh(self.session, self._options, run.parallelism)
-        shards = self._spread.degrees[1] // self._spread.expert_size
+        shards = self._spread.expert_shards
         self._axes = ModelAxes(run, self._spread.axis, shards=shards)
         self._source_filled = True
         self._all_filled = True
@@ -146,14 +145,9 @@ class FSDPBackend(ModuleBackend):
         """False if parameters are resharded to a smaller shard degree after forward, which torch lacks for fp8."""
         return isinstance(self._options.reshard, bool)
 
-    @property
-    def recomputed(self) -> ActivationCheckpointing | None:
-        """The run's activation checkpointing, otherwise that of the options."""
-        return self.run.recomputed or self._options.recomputed
-
     def blocks(self, model: nn.Module) -> Sequence[str]:
         """Returns the names of the units that are repeated blocks."""
-        return self._units(innermost(model)).blocks
+        return self._units(model).blocks
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """Shards a model that trains, precision included; a model that is only evaluated stays unsharded."""
@@ -212,7 +206,7 @@ class FSDPBackend(ModuleBackend):
 
     def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
         """Returns this rank's shard of a full state tensor."""
-        return sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
+        return placed_like(value, parameter)
 
     def release(self, models: Iterable[nn.Module]) -> None:
         """Drops prepared models; they stay sharded, and can be prepared again."""

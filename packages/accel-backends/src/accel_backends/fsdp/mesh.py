@@ -97,6 +97,11 @@ class ShardingMesh:
         return self._axes[name]
 
     @property
+    def expert_shards(self) -> int:
+        """Number of ranks over which the experts of an expert-parallel rank are sharded."""
+        return self.degrees[1] // self.expert_size
+
+    @property
     def experts(self) -> "DeviceMesh":
         """Mesh over which each expert-parallel rank's experts are sharded, as ``mesh`` is of everything else.
 
@@ -130,8 +135,11 @@ class ShardingMesh:
         return ("dp_replicate", "dp_shard"), (replicas, shards)
 
     def _with_experts(self) -> "tuple[DeviceMesh, DeviceMesh]":
-        """Data-parallel axes without the expert-parallel one, and that one: of one mesh, as ``fully_shard`` needs."""
-        names, shape = self._data_axes(self.degrees[1] // self.expert_size)
+        """The mesh that experts are sharded over, and the axis "ep".
+
+        Both are slices of one mesh, because ``fully_shard`` joins the axes of a DTensor.
+        """
+        names, shape = self._data_axes(self.expert_shards)
         if self._divided is None:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -168,12 +176,6 @@ class MeshLayout(ReplicatedLayout):
         """Sizes of the axes whose ranks compute on the same samples: tensor and context parallelism."""
         sizes = {"tp": self._sharding.tensor_size, "cp": self._sharding.context_size}
         return {axis: size for axis, size in sizes.items() if size > 1}
-
-    @property
-    def rng_seed_rank(self) -> int:
-        """First rank of this rank's tensor-parallel group, whose ranks draw the same dropout masks."""
-        rank = self.run.session.rank
-        return rank - rank % self._sharding.tensor_size
 
     def sharded_buffers(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()

@@ -13,17 +13,13 @@ from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.wrap_units import Units, parameters_of_units
 from accel_backends.ops.fqn import innermost, named_parameters, sparse_embeddings, wrapped_name
 from accel_backends.ops.meta_init import is_meta
-from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS, beyond_elements
+from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS, FUSED_ON_FULL, beyond_elements, check_state
 from accel_precision.policy import dtype_name
 from accel_state.errors import PrepareError
 
 # Packages with optimizers that step on a GPU only.
 _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
 _OF_VERSION = {2: "fsdp", 1: "fsdp1"}
-
-
-# torch's optimizers whose fused steps do not support DTensors.
-_FUSED_WHOLE = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
@@ -188,7 +184,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
                 group.get("fused")
                 and True in split
                 and config.fsdp_version == 2
-                and isinstance(optimizer, _FUSED_WHOLE)
+                and isinstance(optimizer, FUSED_ON_FULL)
             ):
                 raise PrepareError(
                     f"{kind}(fused=True): torch {torch.__version__.partition('+')[0]} has no fused step of {kind} for "
@@ -201,7 +197,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
                 )
             for parameter in group["params"]:
                 if id(parameter) in sharded:
-                    _check_state(kind, parameter, optimizer.state.get(parameter, {}))
+                    check_state(kind, parameter, optimizer.state.get(parameter, {}))
 
 
 def check_sources(filled: Sequence[bool], *, synchronised: bool) -> None:
@@ -296,12 +292,3 @@ def _check_elementwise(optimizer: Optimizer, version: int, sharded: Mapping[int,
         f"{kind} looks at full parameters, and torch {torch.__version__.partition('+')[0]} does not let it with "
         f"fsdp_version={version}, which leaves every rank a part of each; nearest: AdamW{nearest}, or strategy='ddp'"
     )
-
-
-def _check_state(kind: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-            raise PrepareError(
-                f"{kind} holds {key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}, "
-                "which cannot be split as the parameter is; prepare the optimizer before its first step"
-            )

@@ -35,7 +35,6 @@ from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.fsdp1.gradients import FlatGradients
 from accel_backends.fsdp1.states import MESHLESS, FlatStates, updated
 from accel_backends.fsdp1.wrap import check_trained, find_fsdp1, outside_units, wrapper_arguments
-from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.fqn import innermost, places
@@ -142,14 +141,9 @@ class FSDP1Backend(ModuleBackend):
             self.states.load_optimizer(optimizer, bound.models, state)
         return bound
 
-    @property
-    def recomputed(self) -> ActivationCheckpointing | None:
-        """The run's activation checkpointing, otherwise that of the options."""
-        return self.run.recomputed or self._options.recomputed
-
     def blocks(self, model: nn.Module) -> Sequence[str]:
         """Returns the names of the units that are repeated blocks."""
-        return self._units(innermost(model)).blocks
+        return self._units(model).blocks
 
     def ready(self, model: nn.Module, *, placed: bool, training: bool) -> nn.Module:
         """Wraps a model that trains, precision included; a model that is only evaluated stays unsharded."""

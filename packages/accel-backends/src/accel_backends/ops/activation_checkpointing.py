@@ -1,8 +1,8 @@
 """Activation checkpointing: backward recomputes the activations of a model's blocks instead of keeping them.
 
-A block is recomputed by its class: the instance gets a subclass of its class, of the same name, whose ``forward`` runs
-in ``torch.utils.checkpoint``. The tree of modules, names, types and hooks are unchanged, and hooks of the block itself
-run once. Wrappers and backends that shard by module add their hooks outside of ``forward``, as for any block.
+Each block gets a subclass of its class, of the same name, whose ``forward`` runs in ``torch.utils.checkpoint``. The
+tree of modules, names, types and hooks are unchanged, and hooks of the block itself run once. Wrappers and backends
+that shard by module add their hooks outside of ``forward``, as for any block.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +42,8 @@ _MATMULS = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+RECOMPUTED = "_accel_recomputed"
+"""Attribute of the classes of recomputed blocks."""
 # Attribute of transformers' modules that recompute their blocks themselves.
 _OF_TRANSFORMERS = "gradient_checkpointing"
 # Method of transformers' KV caches, to which a second forward would add again.
@@ -110,9 +112,9 @@ class ActivationCheckpointing(KwargsHandler):
             found = blocks_by_class(model, list(self.blocks))
         chosen = found[self.every - 1 :: self.every]
         if not chosen:
-            has = f"it has {len(found)}, and every={self.every}" if found else "it repeats none, and none were named"
+            has = f"it has {len(found)}, and every={self.every}" if found else "none are repeated, and none were named"
             raise PrepareError(
-                f"activation_checkpointing, and {kind} has no blocks that could be computed again: {has}; give "
+                f"activation_checkpointing: {kind} has no blocks to recompute: {has}; give "
                 "ActivationCheckpointing(blocks=...) the class names of its blocks (for FSDP, "
                 "transformer_cls_names_to_wrap or an auto_wrap_policy as well)"
             )
@@ -130,12 +132,12 @@ class ActivationCheckpointing(KwargsHandler):
         for name in names:
             block = model.get_submodule(name)
             original = type(block)
-            if hasattr(original, "_accel_recomputed"):
+            if hasattr(original, RECOMPUTED):
                 continue
             try:
                 if original not in made:
                     forward = _recomputed(original.forward, self._run())
-                    made[original] = subclass_with(original, {"forward": forward, "_accel_recomputed": True})
+                    made[original] = subclass_with(original, {"forward": forward, RECOMPUTED: True})
                 block.__class__ = made[original]
             except TypeError as error:
                 raise PrepareError(

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from accel_backends.ops.fqn import places
 from accel_backends.ops.state_dicts import STATE
+from accel_backends.private import shard_of
 from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 def is_dtensor(tensor: object) -> bool:
     """Whether ``tensor`` is a DTensor; does not import ``torch.distributed.tensor``."""
     return isinstance(tensor, torch.Tensor) and type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of a DTensor, which shares its memory; other tensors are returned unchanged."""
+    local: torch.Tensor | None = shard_of(tensor)
+    return tensor if local is None else local
 
 
 def loop_over_meshes(optimizer: Optimizer) -> None:

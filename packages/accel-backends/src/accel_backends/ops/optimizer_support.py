@@ -31,6 +31,8 @@ ON_HOST = {
     "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", "CPUAdamBuilder"),
     "Adagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", "CPUAdagradBuilder"),
 }
+#: torch's optimizers whose fused steps do not support DTensors.
+FUSED_ON_FULL = (torch.optim.SGD, torch.optim.Adagrad)
 _TORCHS = "torch.optim"
 _STEPS = 2
 
@@ -218,4 +220,18 @@ def _problem(trial: OptimizerTrial, mesh: "DeviceMesh", *, offload: bool) -> str
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0][:200]
         return f"fails on sharded parameters ({type(error).__name__}: {said})"
-    return None if together else "updates sharded parameters otherwise than whole ones"
+    return None if together else "updates sharded parameters differently from full ones"
+
+
+def check_state(kind: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+    """Refuses optimizer state that is not of the shape of its parameter, as which it would be sharded.
+
+    Raises:
+        PrepareError: with the name of the state.
+    """
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+            raise PrepareError(
+                f"{kind} holds {key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}, "
+                "which cannot be split as the parameter is; prepare the optimizer before its first step"
+            )

@@ -79,11 +79,13 @@ def load_model_state(
     missing = [name for name in known if name not in given]
     unexpected = [name for name in given if name not in known]
     if strict and (missing or unexpected):
-        raise CheckpointMismatchError(differences(type(model).__name__, missing, unexpected, list(aliases)))
+        raise CheckpointMismatchError(
+            differences(f"state of another {type(model).__name__}", missing, unexpected, list(aliases))
+        )
     misshapen = [
         f"{name} is {tuple(given[name].shape)} here and {tuple(value.shape)} in the model"
         for raw, name in wanted.items()
-        if name in given and _shapes_differ(value := own[raw], given[name])
+        if name in given and shapes_differ(value := own[raw], given[name])
     ]
     if misshapen:
         raise CheckpointMismatchError(f"state of another {type(model).__name__}: {few(misshapen)}")
@@ -166,7 +168,7 @@ def fitted_groups(
         if not matches or unknown or len(state[GROUPS]) != len(names):
             there = sorted({name for group in state[GROUPS] for name in group[PARAMS]})
             missing = sorted(set(known) - set(there))
-            reason = differences(kind, missing, sorted({*unknown, *there} - set(known)), known)
+            reason = differences(f"state of another {kind}", missing, sorted({*unknown, *there} - set(known)), known)
             if not missing and set(there) == set(known):
                 reason = f"state of another {kind}: its groups differ, first at group {position} ({few(here)})"
             raise CheckpointMismatchError(reason)
@@ -322,21 +324,20 @@ def _plain_name(raw: str, prefixes: Mapping[str, str]) -> str:
     return prefixes.get(prefix + dot, prefix + dot) + leaf
 
 
-def _shapes_differ(own: Any, given: Any) -> bool:
+def shapes_differ(own: Any, given: Any) -> bool:
+    """Whether a value is no tensor of the shape of ``own``; false if ``own`` has no shape yet."""
     if not isinstance(own, torch.Tensor) or is_lazy(own):
         return False
     return not isinstance(given, torch.Tensor) or own.shape != given.shape
 
 
-def differences(kind: str, missing: Sequence[str], unexpected: Sequence[str], known: Sequence[str]) -> str:
+def differences(head: str, missing: Sequence[str], unexpected: Sequence[str], known: Sequence[str]) -> str:
     """Describes the differences between the names of a state and the known names, for an error message."""
-    parts = [f"state of another {kind}"]
-    if missing:
-        parts.append(f"it lacks {few(missing)}")
+    parts = [f"it lacks {few(missing)}"] if missing else []
     if unexpected:
         near = get_close_matches(unexpected[0], known, n=1)
         parts.append(f"it holds unknown {few(unexpected)}{f' (nearest: {near[0]})' if near else ''}")
-    return ": ".join((parts[0], "; ".join(parts[1:])))
+    return f"{head}: {'; '.join(parts)}"
 
 
 def _keep_dtypes(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:

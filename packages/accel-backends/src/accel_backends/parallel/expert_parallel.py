@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from accel_backends.ops.activation_checkpointing import RECOMPUTED
 from accel_backends.private import untraced
 from accel_state.errors import PrepareError
 
@@ -125,6 +126,11 @@ def _check_experts(module: nn.Module, name: str, size: int) -> None:
     if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
         raise PrepareError(
             f"the experts of {name} are DTensors already; expert parallelism comes before fully_shard, and once"
+        )
+    if hasattr(type(module), RECOMPUTED):
+        raise PrepareError(
+            f"activation_checkpointing recomputes {name}, whose experts ep_size divides; nearest: "
+            "ActivationCheckpointing(blocks=...) with the class of the block around it"
         )
     count = cast(int, module.num_experts)
     if count % size:

@@ -68,14 +68,15 @@ def sum_router_loss(model: nn.Module, group: Any) -> None:
     Collective: every rank of the group must call the model.
     """
     names = ("router_aux_loss_coef", "num_experts_per_tok")
-    if hasattr(sys.modules[type(model).__module__], _FUNCTION) and all(hasattr(model, name) for name in names):
+    sources = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    if any(hasattr(one, _FUNCTION) for one in sources) and all(hasattr(model, name) for name in names):
         # Registered before the hooks of ``fully_shard``, which have to see the tensors that the user receives.
         bind = signature(model.forward).bind_partial
         model.register_forward_hook(partial(_correct, group, bind), with_kwargs=True)
     elif any(getattr(getattr(module, "config", None), _OPTION, False) for module in model.modules()):
         _log.warning(
-            "a part of %s returns a load-balancing loss, which stays that of each rank's own tokens, because it is not "
-            "the model itself that returns it; nearest: prepare the model of transformers without the one around it",
+            "the load-balancing loss of %s is computed from each rank's own tokens, not from those of all ranks; "
+            "nearest: prepare a causal language model of transformers itself, or call router_loss.load_balancing_loss",
             type(model).__name__,
         )
 
@@ -85,7 +86,7 @@ def _correct(
 ) -> Any:
     given: dict[str, Any] = bind(*args, **kwargs).arguments
     asked = given.get(_OPTION)
-    if not (model.config.output_router_logits if asked is None else asked):
+    if not (model.config.get_text_config().output_router_logits if asked is None else asked):
         return output
     if getattr(output, "router_logits", None) is None or getattr(output, "aux_loss", None) is None:
         raise BackendError(

@@ -19,7 +19,7 @@ from accel_backends.core.rebind import rebind, state_to_device
 from accel_backends.core.replaced import replace_parameters
 from accel_backends.core.run import Run
 from accel_backends.ops.compile import TorchDynamoPlugin
-from accel_backends.ops.dtensor import loop_over_meshes, sharded_like
+from accel_backends.ops.dtensor import loop_over_meshes, placed_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.optimizer_support import check_on_shards, holds_any
@@ -141,7 +141,7 @@ class PipelineBackend(ModuleBackend):
 
     def convert_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
         """Returns this rank's shard of a full state tensor."""
-        return sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
+        return placed_like(value, parameter)
 
     def close(self) -> None:
         """Releases everything, and destroys the group of the ranks that share a tied weight."""

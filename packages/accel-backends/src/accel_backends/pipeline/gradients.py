@@ -81,7 +81,7 @@ class PipelineGradients(ReplicatedGradients):
     def norm_so_far(
         self, parameters: "torch.Tensor | Iterable[torch.Tensor]", models: Iterable[nn.Module], norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Returns the norm over all stages of this replica's gradients, without the loss scale.
+        """Returns the norm over all stages of this data-parallel rank's gradients, without the loss scale.
 
         Collective: every rank of the group must call this.
         """
@@ -146,8 +146,7 @@ class PipelineGradients(ReplicatedGradients):
         return found
 
     def _shards_of(self, models: Iterable[nn.Module]) -> list[StageShards]:
-        given = list(models)
-        return [one.shards for one in self._models if one.shards is not None and one in given]
+        return [one.shards for one in models if isinstance(one, PipelinedModel) and one.shards is not None]
 
     def _over_stages(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Joint norm of all stages, sent in one wide dtype, because stages may have gradients of different dtypes."""

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from accel_backends.private import shard_of
+from accel_backends.ops.dtensor import local_of
 from accel_state.errors import BackendError
 
 
@@ -75,8 +75,7 @@ class HeldGradients:
 
 def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiplies in place; in fp32 where the factor would be rounded to the gradient's half precision."""
-    local = shard_of(gradient)
-    gradient = gradient if local is None else local
+    gradient = local_of(gradient)
     if gradient.dtype.itemsize < factor.dtype.itemsize and gradient.dtype.itemsize < 4:
         gradient.copy_(gradient.to(factor.dtype) * factor)
     else:

@@ -21,9 +21,3 @@ class PipelineLayout(ReplicatedLayout):
         """Number of ranks that compute on the same samples, by axis."""
         degrees = self.run.parallelism
         return {axis: degrees.size(axis) for axis in ("pp", "tp") if degrees.size(axis) > 1}
-
-    @property
-    def rng_seed_rank(self) -> int:
-        """First rank of this rank's tensor-parallel group, whose ranks draw the same dropout masks."""
-        rank = self.run.session.rank
-        return rank - rank % self.run.parallelism.size("tp")

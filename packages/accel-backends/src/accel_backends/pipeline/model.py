@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_backends.ops.dtensor import local_of
 from accel_backends.ops.fqn import WRAPS
 from accel_backends.parallel.pipeline.pipeline import Pipeline
 from accel_backends.parallel.pipeline.shards import StageShards
@@ -26,7 +27,6 @@ from accel_backends.pipeline.micro_batches import (
     token_weights,
 )
 from accel_backends.pipeline.output import PipelineOutput, joined_outputs, sent_to_all
-from accel_backends.private import shard_of
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
 
@@ -101,7 +101,7 @@ class PipelinedModel(nn.Module):
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def _divided(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[float], tuple[int, int]]:
-        """Micro-batches of a batch to train on, with their shares in its loss, and samples and tokens of each."""
+        """Micro-batches of a batch to train on, with their weights in its loss, and samples and tokens of each."""
         samples, tokens = batch_shape(given)
         count = self._num_microbatches
         check_divisible(samples, count)
@@ -115,7 +115,6 @@ class PipelinedModel(nn.Module):
         except Exception as error:
             with self._gathered():
                 self.pipeline.fail(error)
-            raise
         loss_fn = self._config.loss_fn
         scale = 1.0 if self._loss_scale is None else self._loss_scale.current
         losses: dict[int, torch.Tensor] = {}
@@ -207,9 +206,10 @@ class PipelinedModel(nn.Module):
     def _next_tokens(self, given: Mapping[str, Any]) -> torch.Tensor:
         plan = self.pipeline.plan
         parts, outputs = self._outputs(given)
-        found = torch.empty(batch_shape(given)[0], dtype=torch.int64, device=plan.device)
         if plan.has_last:
             found = torch.cat([outputs[number].logits[:, -1].argmax(-1) for number in range(len(parts))])
+        else:
+            found = torch.empty(batch_shape(given)[0], dtype=torch.int64, device=plan.device)
         dist.broadcast(found, group=plan.group, group_src=plan.last_rank)
         return found
 
@@ -249,8 +249,7 @@ class PipelinedModel(nn.Module):
         parameter = self.tied.parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        local = shard_of(parameter.grad)
-        dist.all_reduce(parameter.grad if local is None else local, group=self.tied.group)
+        dist.all_reduce(local_of(parameter.grad), group=self.tied.group)
 
     def _note_added(self) -> None:
         self.unreduced = True

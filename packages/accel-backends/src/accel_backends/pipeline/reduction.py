@@ -6,9 +6,9 @@ from weakref import ref
 import torch
 
 from accel_backends.ops.averaging import average_tensors
+from accel_backends.ops.dtensor import local_of
 from accel_backends.parallel.pipeline.shards import complete_gradients
 from accel_backends.pipeline.model import PipelinedModel
-from accel_backends.private import shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,10 +49,5 @@ class DataParallelReduction:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         complete_gradients(trained, self._group)
-        average_tensors([_own(one.grad) for one in trained if one.grad is not None], self._group)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor-parallel gradient: the means of the parts are the parts of the mean."""
-    local: torch.Tensor | None = shard_of(tensor)
-    return tensor if local is None else local
+        # The means of the parts of a tensor-parallel gradient are the parts of its mean.
+        average_tensors([local_of(one.grad) for one in trained if one.grad is not None], self._group)

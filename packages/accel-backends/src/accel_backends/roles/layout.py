@@ -37,8 +37,12 @@ class ReplicatedLayout:
 
     @property
     def rng_seed_rank(self) -> int:
-        """Rank whose random seed this rank uses, so that both draw the same dropout masks. Default: this rank."""
-        return self.run.session.rank
+        """Rank whose random seed this rank uses.
+
+        Default: the first rank of this rank's tensor-parallel group, whose ranks draw the same dropout masks.
+        """
+        rank = self.run.session.rank
+        return rank - rank % self.run.parallelism.size("tp")
 
     @property
     def sequence_group(self) -> "ProcessGroup | None":

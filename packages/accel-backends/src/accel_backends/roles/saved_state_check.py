@@ -1,15 +1,11 @@
 """Check that saved states of models and optimizers fit, by names, shapes and options, before any tensor is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, final
 
-import torch
-from torch.nn.parameter import is_lazy
-
 from accel_backends.ops.fqn import few
-from accel_backends.ops.state_dicts import ASIDE, GROUPS, PARAMS, STATE
+from accel_backends.ops.state_dicts import ASIDE, GROUPS, PARAMS, STATE, differences, shapes_differ
 from accel_state.errors import CheckpointMismatchError
 
 
@@ -41,14 +37,14 @@ def check_model(
     missing = [key for key in own if key not in given]
     unknown = [key for key in given if key not in own]
     if strict and (missing or unknown):
-        raise CheckpointMismatchError(_differences(name, missing, unknown, list(own)))
+        raise CheckpointMismatchError(differences(_of_another_model(name), missing, unknown, list(own)))
     misshapen = [
         f"{key} is {tuple(given[key].shape)} there and {tuple(value.shape)} here"
         for key, value in own.items()
-        if key in given and _shapes_differ(value, given[key])
+        if key in given and shapes_differ(value, given[key])
     ]
     if misshapen:
-        raise CheckpointMismatchError(f"the checkpoint's {name} is that of another model: {few(misshapen)}")
+        raise CheckpointMismatchError(f"{_of_another_model(name)}: {few(misshapen)}")
     return PartReport(tuple(key for key in own if key in given), tuple(missing), tuple(unknown))
 
 
@@ -68,7 +64,9 @@ def check_optimizer(
     missing = [parameter for parameter in ours if parameter not in theirs]
     unknown = [parameter for parameter in theirs if parameter not in known]
     if strict and (missing or unknown):
-        raise CheckpointMismatchError(_differences(name, sorted(missing), sorted(unknown), sorted(ours)))
+        raise CheckpointMismatchError(
+            differences(_of_another_model(name), sorted(missing), sorted(unknown), sorted(ours))
+        )
     pairs = matched_groups(own, saved)
     if pairs is None or (strict and len(own[GROUPS]) != len(saved[GROUPS])):
         shared = " of the parameters that both have" if missing or unknown else ""
@@ -148,17 +146,5 @@ def check_keys(name: str, own: object, saved: object) -> None:
         )
 
 
-def _shapes_differ(own: Any, saved: Any) -> bool:
-    if not isinstance(own, torch.Tensor) or is_lazy(own):
-        return False
-    return not isinstance(saved, torch.Tensor) or own.shape != saved.shape
-
-
-def _differences(name: str, missing: Sequence[str], unknown: Sequence[str], known: Sequence[str]) -> str:
-    parts = []
-    if missing:
-        parts.append(f"it lacks {few(missing)}")
-    if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
-        parts.append(f"it holds unknown {few(unknown)}{f' (nearest: {near[0]})' if near else ''}")
-    return f"the checkpoint's {name} is that of another model: {'; '.join(parts)}"
+def _of_another_model(name: str) -> str:
+    return f"the checkpoint's {name} is that of another model"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, final
 from accel_ckpt.format.blocks import CheckedFile
 from accel_ckpt.format.tensors import byte_view
 from accel_ckpt.io.thread_pool import Seat
-from accel_ckpt.rank_group import RankGroup, sends_from_host
+from accel_ckpt.rank_group import RankGroup
 from accel_state.errors import CheckpointError
+from accel_state.process_group.group import sends_from_host
 
 if TYPE_CHECKING:
     import torch

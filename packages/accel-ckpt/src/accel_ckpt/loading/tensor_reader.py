@@ -89,10 +89,10 @@ class TensorReader:
             own_memory(request.like, dtype) if request.in_place and request.like is not None else None
             for request, (_, dtype) in zip(wanted, entries, strict=True)
         ]
-        shares: dict[object, _Share] = {}
+        shares: dict[object, _Shard] = {}
         work, targets = _Work(), []
         for (key, like, _), (entry, dtype), memory in zip(wanted, entries, apart(memories), strict=True):
-            targets.append(_Target(key, entry, dtype, like, _share(key, entry, like, shares), memory))
+            targets.append(_Target(key, entry, dtype, like, _shard(key, entry, like, shares), memory))
             self._plan(targets[-1], work)
         blocks = {name: tuple(numbers) for name, numbers in self._blocks(work).items()}
         besides = {name: tuple(sorted(numbers)) for name, numbers in work.mapped.items()}
@@ -101,7 +101,7 @@ class TensorReader:
     def read_box(self, key: str, box: Box) -> torch.Tensor:
         """Reads one box of a tensor onto the CPU."""
         layout = tuple(((start, start + size),) for start, size in zip(box.offset, box.shape, strict=True))
-        target, work = _Target(key, self.entry(key), self.dtype(key), None, _Share.of(layout)), _Work()
+        target, work = _Target(key, self.entry(key), self.dtype(key), None, _Shard.of(layout)), _Work()
         self._plan(target, work)
         self._blocks(work)
         _run(self._files, work, self._storage.threads)
@@ -138,14 +138,14 @@ class TensorReader:
 
     def _plan(self, target: "_Target", work: "_Work") -> None:
         size, entry = target.tensor.element_size(), target.entry
-        moves = target.share.moves(entry)
+        moves = target.shard.moves(entry)
         if sum(move.volume for move in moves) != target.tensor.numel():
             raise CheckpointCorruptError(f"{MANIFEST}: the parts of {target.key!r} overlap or leave gaps")
         for move in moves:
             part = entry.parts[move.part]
             begin = self.span(part, entry).begin + move.source * size
-            if move.place is not None:
-                view = target.bytes[move.place * size : (move.place + move.volume) * size]
+            if move.offset is not None:
+                view = target.bytes[move.offset * size : (move.offset + move.volume) * size]
                 work.ranges.setdefault(part.file, []).append((begin, view))
                 continue
             file, end = self._files[part.file], begin + move.reach * size
@@ -215,7 +215,7 @@ def _copy(file: CheckedFile, begin: int, end: int, target: "_Target", outer: Box
     content = torch.frombuffer(file.content(begin, end), dtype=torch.uint8)
     aligned = content if begin % target.tensor.element_size() == 0 else content.clone()
     saved = torch.as_strided(aligned.view(target.tensor.dtype), move.common.shape, row_major(outer.shape))
-    target.tensor[move.inside.within(target.share.whole)].copy_(saved)
+    target.tensor[move.inside.within(target.shard.whole)].copy_(saved)
 
 
 @final
@@ -233,25 +233,30 @@ class _Work:
 @final
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Elements that a shard takes from one part of a tensor: the box ``common``, which lies at ``inside`` in the shard.
+    """Elements that a shard takes from one saved part of a tensor.
 
-    ``source`` elements of the part lie before the first of them. If they are contiguous both in the part and in the
-    shard, ``place`` elements of the shard lie before them; otherwise ``place`` is None, and from the first to the last
-    of them there are ``reach`` elements of the part.
+    Attributes:
+        part: index of the saved part.
+        volume: number of the elements.
+        source: offset of the first of them in the saved part.
+        reach: elements of the saved part from the first to the last of them.
+        offset: offset of the first of them in the shard; None if they are not contiguous on either side.
+        common: their box in the tensor.
+        inside: their box in the shard.
     """
 
     part: int
     volume: int
     source: int
     reach: int
-    place: int | None
+    offset: int | None
     common: Box
     inside: Box
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _Shard:
     """This process's shard of a tensor: its local shape, and its boxes, as in ``shard_layout.boxes``."""
 
     shape: tuple[int, ...]
@@ -261,7 +266,7 @@ class _Share:
     """Moves by the boxes of the saved parts: most tensors of a shape are saved in the same boxes."""
 
     @classmethod
-    def of(cls, layout: Layout) -> "_Share":
+    def of(cls, layout: Layout) -> "_Shard":
         shape = local_shape(layout)
         return cls(shape, boxes(layout), Box((0,) * len(shape), shape))
 
@@ -286,19 +291,19 @@ class _Share:
                 yield _Move(part, common.volume, source, reach, place, common, inside)
 
 
-def _share(key: str, entry: TensorEntry, like: torch.Tensor | None, known: dict[object, _Share]) -> _Share:
+def _shard(key: str, entry: TensorEntry, like: torch.Tensor | None, known: dict[object, _Shard]) -> _Shard:
     """Returns the shard for the placement of ``like``; ``known`` caches it for tensors of equal shape and placement."""
     dtensor = None if like is None else as_dtensor(like)
     if dtensor is None:
         same: object = entry.shape
         if same not in known:
-            known[same] = _Share.of(whole(entry.shape))
+            known[same] = _Shard.of(whole(entry.shape))
         return known[same]
     local = tuple(shard_of(dtensor).shape)
     same = (entry.shape, local, id(dtensor.device_mesh), dtensor.placements)
     if same not in known:
         layout = dtensor_layout(key, dtensor)
-        known[same] = _Share(local, [], Box((0,) * len(local), local)) if layout is None else _Share.of(layout)
+        known[same] = _Shard(local, [], Box((0,) * len(local), local)) if layout is None else _Shard.of(layout)
     return known[same]
 
 
@@ -312,12 +317,12 @@ class _Target:
         entry: TensorEntry,
         dtype: torch.dtype,
         like: torch.Tensor | None,
-        share: _Share,
+        shard: _Shard,
         memory: torch.Tensor | None = None,
     ) -> None:
-        self.key, self.entry, self.like, self.share = key, entry, like, share
-        self.in_place = memory is not None and tuple(memory.shape) == share.shape
-        self.tensor = memory if self.in_place and memory is not None else new_tensor(share.shape, dtype)
+        self.key, self.entry, self.like, self.shard = key, entry, like, shard
+        self.in_place = memory is not None and tuple(memory.shape) == shard.shape
+        self.tensor = memory if self.in_place and memory is not None else new_tensor(shard.shape, dtype)
         self.bytes = byte_view(self.tensor)
 
     def finish(self, ring: PinnedRing) -> torch.Tensor:

@@ -11,6 +11,7 @@ from accel_launch.config import AccelConfig, resolve_config
 from accel_launch.config.model import DOCUMENT_VARIABLE
 from accel_launch.config.resolve import without_launcher
 from accel_launch.config.setting import nearest
+from accel_launch.launch.host import count_accelerators
 from accel_launch.notebook.cell import run_in_cell
 from accel_launch.notebook.environment import has_tpu, place_of, processes_for
 from accel_launch.notebook.serialized_call import pack_call, unpack_results
@@ -78,7 +79,7 @@ def notebook_launcher(  # noqa: PLR0913  (the signature that users know)
     if has_tpu(os.environ):
         return [_call_on_tpu(function, args, num_processes, str(mixed_precision).lower())]
     place = place_of(os.environ, sys.modules)
-    count = processes_for(num_processes, place, _num_accelerators)
+    count = processes_for(num_processes, place, count_accelerators)
     if count < (num_processes or 1):
         print(f"{place} offers no second GPU here: {count} process instead of {num_processes}.")
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
@@ -164,13 +165,6 @@ def _check_args(function: Callable[..., Any], args: object) -> None:
         raise ConfigError(f"function is {function!r}; expected one that can be called: give train, not train()")
     if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
         raise ConfigError(f"args is {args!r}; expected a tuple of the function's arguments: ({args!r},)")
-
-
-def _num_accelerators() -> int:
-    """Number of accelerators of this machine, counted without initialising any."""
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _endpoint(endpoint: str, address: str, port: str | int) -> tuple[str, int]:

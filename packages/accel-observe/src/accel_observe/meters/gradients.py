@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class StepGradients:
     """References to the gradients of an optimizer step, kept until the step is over, to compare their norms.
 
-    Loops and engines clear gradients before the loss has been checked. Nothing is computed or copied at the step: the
-    tensors are kept until they have been examined or the next step is taken.
+    Loops and engines clear gradients before the loss has been checked, so the tensors are kept until they have been
+    examined or the next step is taken. Where a meter looks at a loss one step late, it takes ``squares`` in each step.
 
     If gradients are sharded (``spread``), results are summed over ranks, and all ranks must examine together.
 
@@ -71,14 +71,13 @@ class StepGradients:
         from accel_backends.ops.fqn import few
 
         if squares is not None:
-            worst = self._summed((~squares.isfinite()).float())
-            return few([name for name, one in zip(self._parameters, worst.tolist(), strict=True) if one], 10)
-        found = self._found()
-        good = dict(zip(found, self._backend.gradients.finite(list(found.values())), strict=True))
-        bad = torch.tensor([not good.get(name, True) for name in self._parameters], dtype=torch.float32)
-        return few(
-            [name for name, worst in zip(self._parameters, self._summed(bad).tolist(), strict=True) if worst], 10
-        )
+            bad = (~squares.isfinite()).float()
+        else:
+            found = self._found()
+            good = dict(zip(found, self._backend.gradients.finite(list(found.values())), strict=True))
+            bad = torch.tensor([not good.get(name, True) for name in self._parameters], dtype=torch.float32)
+        worst = self._summed(bad).tolist()
+        return few([name for name, one in zip(self._parameters, worst, strict=True) if one], 10)
 
     def grown(self, squares: torch.Tensor | None = None, count: int = 3) -> str:
         """Names the parameters whose gradient norms grew most since ``note``, with the factors.

@@ -214,10 +214,11 @@ class Meter:
         if not self._gradients.spread:
             return own
         import torch
-        import torch.distributed as dist
+
+        from accel_state.process_group.group import sends_from_host
 
         session = self._run.session
-        on_host = self._late and "cpu:" in dist.get_backend_config(session.group)
+        on_host = self._late and sends_from_host(session.group)
         device = torch.device("cpu") if on_host else session.device.torch
         flags = torch.tensor([float(kind in own) for kind in KINDS], device=device)
         return [kind for kind, any_of in zip(KINDS, session.reduce(flags).tolist(), strict=True) if any_of]

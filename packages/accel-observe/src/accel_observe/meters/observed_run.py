@@ -6,12 +6,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
-from accel_observe.meters.phases import SAVE, PhaseClock
-
 if TYPE_CHECKING:
     from torch import nn
 
     from accel_backends import Backend
+    from accel_observe.meters.phases import PhaseClock
     from accel_observe.tracking.group import RunTracking
     from accel_state.session import Session
 
@@ -45,6 +44,8 @@ class RunLog:
         def tell(location: object) -> None:
             nonlocal path
             path = str(location)
+
+        from accel_observe.meters.phases import SAVE
 
         with nullcontext() if self.phases is None else self.phases.within(SAVE):
             yield tell

@@ -1,6 +1,7 @@
 """Memory snapshot at an out-of-memory error: the largest tensors, by name."""
 
 import gc
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def largest_tensors(names: Mapping[int, str], count: int = 20) -> list[HeldTenso
             key, nbytes = storage.data_ptr(), storage.nbytes()
         except Exception:  # objects that are half constructed or half destroyed, and tensors without memory
             continue
-        if key and (key not in found or tensor.numel() > _count(found[key])):
+        if key and (key not in found or tensor.numel() > math.prod(found[key].shape)):
             kind = "an activation or saved value" if tensor.grad_fn is not None else "unnamed"
             dtype = str(tensor.dtype).removeprefix("torch.")
             found[key] = HeldTensor(names.get(key, kind), dtype, tuple(tensor.shape), str(tensor.device), nbytes)
@@ -117,10 +118,3 @@ def _storage(tensor: torch.Tensor) -> int:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-def _count(held: HeldTensor) -> int:
-    total = 1
-    for size in held.shape:
-        total *= size
-    return total

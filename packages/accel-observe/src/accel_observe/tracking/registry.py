@@ -54,7 +54,7 @@ def load_tracker(name: str) -> type[GeneralTracker]:
         ConfigError: there is no such tracker, and the message names the known ones; or two packages have one.
         TrackingError: the package's entry point is not a tracker class.
     """
-    registered = _registered()
+    registered = registered_trackers()
     if name in registered:
         return registered[name]
     entry = find_entry_point(ENTRY_POINTS, name, ConfigError)
@@ -77,26 +77,24 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     for attribute in ("name", "requires_logging_directory"):
         if not hasattr(tracker_class, attribute):
             raise ConfigError(f"{tracker_class.__name__} has no `{attribute}`, which every tracker's class sets")
-    if tracker_class.name in _registered() or tracker_class.name in entries():
+    if tracker_class.name in registered_trackers() or tracker_class.name in entries():
         _LOG.warning("the tracker %r is replaced by %s", tracker_class.name, tracker_class.__name__)
-    setattr(GeneralTracker, _REGISTERED, {**_registered(), tracker_class.name: tracker_class})
+    setattr(GeneralTracker, _REGISTERED, {**registered_trackers(), tracker_class.name: tracker_class})
 
 
 def unregister_tracker_class(name: str) -> None:
     """Removes a tracker class that ``register_tracker_class`` added; no effect if there is none of that name."""
-    setattr(GeneralTracker, _REGISTERED, {known: kind for known, kind in _registered().items() if known != name})
+    setattr(
+        GeneralTracker, _REGISTERED, {known: kind for known, kind in registered_trackers().items() if known != name}
+    )
 
 
 def registered_trackers() -> dict[str, type[GeneralTracker]]:
     """Tracker classes that ``register_tracker_class`` added in this process, by name."""
-    return _registered()
+    return dict(getattr(GeneralTracker, _REGISTERED, {}))
 
 
 _REGISTERED = "_registered_by_hand"
-
-
-def _registered() -> dict[str, type[GeneralTracker]]:
-    return dict(getattr(GeneralTracker, _REGISTERED, {}))
 
 
 def is_installed(name: str) -> bool:
@@ -139,8 +137,8 @@ def filter_trackers(
     if "all" in names:
         names = [str(one) for one in get_available_trackers()]
     for name in dict.fromkeys(names):
-        if name not in LIBRARIES and name != OWN and name not in _registered() and name not in entries():
-            raise _unknown(name, [*_registered(), *LIBRARIES, OWN, *entries()])
+        if name not in LIBRARIES and name != OWN and name not in registered_trackers() and name not in entries():
+            raise _unknown(name, [*registered_trackers(), *LIBRARIES, OWN, *entries()])
         if not is_installed(name):
             _LOG.debug("the tracker %s was asked for, and its library is not installed", name)
             continue

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, final
 
-from accel_state.device.products import PRODUCTS, product_of
+from accel_state.device.products import PRODUCTS, Product, product_of
 from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes
 
@@ -107,14 +107,7 @@ class Hardware:
         hardware = cls(devices=counts[-1] if counts else 1, nodes=given or nodes or 1)
         product = PRODUCTS.get(parts[-1].upper())
         if product is not None:
-            # Fractions of the data-sheet figures that matrix products and collectives reach in practice.
-            return replace(
-                hardware,
-                memory=product.memory,
-                flops=product.flops * 0.45,
-                local=product.link * 0.75,
-                kind=product.kind,
-            )
+            return replace(_at_rates_of(hardware, product), memory=product.memory, kind=product.kind)
         if not parts[-1][0].isdecimal():
             near = get_close_matches(parts[-1].upper(), PRODUCTS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -221,4 +214,9 @@ def parse_size(text: str, *, what: str = "the size") -> int:
 def _as_product(hardware: Hardware, device: "Device") -> Hardware:
     """Returns ``hardware`` with the rates of the device's product, if that product is known."""
     product = product_of(device.product_name())
-    return hardware if product is None else replace(hardware, flops=product.flops * 0.45, local=product.link * 0.75)
+    return hardware if product is None else _at_rates_of(hardware, product)
+
+
+def _at_rates_of(hardware: Hardware, product: Product) -> Hardware:
+    """Returns ``hardware`` with the fractions of the data sheet that matrix products and collectives reach."""
+    return replace(hardware, flops=product.flops * 0.45, local=product.link * 0.75)

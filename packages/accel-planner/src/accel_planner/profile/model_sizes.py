@@ -88,25 +88,13 @@ def _from_config(path: Path, library: str | None, trust: bool) -> Sizes:
     """Sizes of the model of a transformers configuration, built on the meta device."""
     if library not in (None, "transformers"):
         raise ConfigError(f"library_name {library!r} is not supported for {path}; expected transformers")
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModel
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} has a configuration and no weights, and building its model needs transformers: {error}"
-        ) from error
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(
-                AutoConfig.from_pretrained(str(path), trust_remote_code=trust), trust_remote_code=trust
-            )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: transformers cannot build the model: {error}") from error
-    return _module_sizes(model)
+    return _module_sizes(transformers_model(path, trust, head=False))
 
 
-def transformers_model(path: Path, trust: bool) -> "nn.Module":
+def transformers_model(path: Path, trust: bool, *, head: bool = True) -> "nn.Module":
     """Builds the model of a folder's configuration on the meta device, with its head if the configuration names one.
+
+    ``head=False`` builds the base model.
 
     Raises:
         ConfigError: transformers is missing, or cannot build it.
@@ -118,7 +106,7 @@ def transformers_model(path: Path, trust: bool) -> "nn.Module":
         raise ConfigError(f"the model of {path} is built by transformers, which cannot be imported: {error}") from error
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=trust)
-        named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        named = getattr(transformers, next(iter(config.architectures or ()), ""), None) if head else None
         with torch.device("meta"):
             if named is not None:
                 model: nn.Module = named(config)

@@ -161,6 +161,13 @@ def group_backend(group: "ProcessGroup") -> str:
     return str(dist.get_backend_config(group)) if len(_backends(group)) > 1 else str(dist.get_backend(group))
 
 
+def sends_from_host(group: "ProcessGroup | None") -> bool:
+    """Whether a group sends CPU tensors; None: torch's default group."""
+    import torch.distributed as dist
+
+    return "cpu:" in str(dist.get_backend_config(group))
+
+
 def read_timeout(group: "ProcessGroup") -> timedelta | None:
     """Returns the timeout of collectives of ``group``: the shortest of its backends; None if no backend exposes it."""
     told = (timeout_of(backend) for backend in _backends(group))

@@ -58,8 +58,8 @@ def open_parts(
 ) -> Components:
     """Resolves the configuration and the strategy, then opens the session and the backend.
 
-    Nothing is opened if a setting cannot work. ``call``: arguments that are settings, or replace one; ``plugins``:
-    options of backends, by the names of their arguments.
+    Nothing is opened if a setting cannot work. ``call``: arguments of the Accelerator that have a setting of the same
+    name; ``plugins``: options of backends, by the names of their arguments.
 
     Raises:
         ConfigError: a setting cannot work, alone or with the others.
@@ -81,8 +81,8 @@ def open_parts(
     checkpointing = as_checkpointing(config.activation_checkpointing if is_setting else asked)
     if checkpointing is not None and resolved.auto is not None:
         raise ConfigError(
-            "strategy 'auto' decides about activation checkpointing by memory, and activation_checkpointing says it "
-            "already; leave one of them out"
+            "strategy 'auto' chooses activation checkpointing itself, by memory; drop activation_checkpointing, or "
+            "name a strategy"
         )
     process_group = sorted_handlers.process_group
     with ExitStack() as on_failure:
@@ -132,11 +132,18 @@ def run_of(
     policy: PrecisionPolicy,
     parallelism: ParallelismConfig,
     handlers: Handlers,
-    recomputed: ActivationCheckpointing | None = None,
+    activation_checkpointing: ActivationCheckpointing | None = None,
 ) -> Run:
     """Run that a backend is opened for."""
     autocast = handlers.autocast or AutocastKwargs()
-    return Run(session, policy, parallelism, autocast=autocast, scaler=handlers.scaler, recomputed=recomputed)
+    return Run(
+        session,
+        policy,
+        parallelism,
+        autocast=autocast,
+        scaler=handlers.scaler,
+        activation_checkpointing=activation_checkpointing,
+    )
 
 
 def facts_of(config: AccelConfig, parallelism: ParallelismConfig | None) -> StrategyFacts:

@@ -157,7 +157,8 @@ class ObservationViews(ABC):
             tokens: function that returns the number of tokens in a batch of this rank.
             flops_per_sample: operations of one sample, forward and backward (``accel_observe.meters.count_flops``).
             peak_flops: peak FLOP/s of one device; None: looked up by its name.
-            watch_loss: definition of an anomalous loss; False: losses are not checked.
+            watch_loss: definition of an anomalous loss; False: losses are not checked (on an accelerator, a check
+                computes the norms of all gradients in each step).
         """
         return self._monitor.meter(
             every=every,

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from accel_backends.private import guard_shape_inference
 from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import CollectiveError, relayed
+from accel_state.process_group.group import sends_from_host
 from accel_state.watchdog.decorator import recorded
 
 _MOST: Final = 400
@@ -44,8 +45,7 @@ class Faults:
         Collective: every rank of the group must call this. Sends one number from host memory where the group can, so
         that no rank waits for its device.
         """
-        on_host = "cpu:" in dist.get_backend_config(group)
-        device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+        device = torch.device("cpu") if sends_from_host(group) else torch.accelerator.current_accelerator()
         failed = torch.tensor(int(self.error is not None), device=device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
         if not int(failed):
@@ -60,9 +60,13 @@ class Faults:
 
 @final
 class FaultTolerantStage(PipelineStage):
-    """torch's stage, whose failed backwards give zeros; ``faults`` is set before each run."""
+    """torch's stage, whose failed backwards give zeros."""
 
-    faults: Faults | None = None
+    @property
+    def faults(self) -> Faults:
+        """Those of the module, which has one for each run."""
+        found: Faults = cast(Any, self.submod).faults
+        return found
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -82,7 +86,6 @@ class FaultTolerantStage(PipelineStage):
 
     def _guarded(self, run: Callable[[], Any], inputs: Sequence[Any], *rest: Any) -> Any:
         """Result of a backward; if this rank has failed, zeros for inputs that have gradients, and ``rest``."""
-        assert self.faults is not None
         if self.faults.error is None:
             try:
                 return run()

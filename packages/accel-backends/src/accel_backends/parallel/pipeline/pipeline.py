@@ -7,7 +7,7 @@ micro-batches, by which the stages find their inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,6 @@ class Pipeline:
         self.stages, self.plan = stages, plan
         # By whether there is a backward: the shape of the micro-batches, and the schedule with buffers of that shape.
         self._schedules: dict[bool, tuple[object, Any]] = {}
-        self._parts: dict[bool, list[FaultTolerantStage]] = {}
 
     def run(self, feed: Feed, *, backward: bool) -> None:
         """Computes the forwards of all micro-batches, and with ``backward`` the gradients of the sum of their losses.
@@ -76,8 +75,6 @@ class Pipeline:
         for stage in self.stages:
             stage.feed, stage.faults = feed, faults
         schedule = self._schedule(feed, backward)
-        for part in self._parts[backward]:
-            part.faults = faults
         numbers = torch.arange(len(feed.inputs))
         given = (numbers,) if any(stage.first for stage in self.stages) else ()
         target = numbers if backward and self.plan.has_last else None
@@ -87,13 +84,12 @@ class Pipeline:
             faults.agree(self.plan.together if backward else self.plan.group)
         except BaseException:
             self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
-            self._parts.clear()
             raise
         finally:
             for stage in self.stages:
                 stage.feed = stage.faults = None
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> NoReturn:
         """Takes the place of ``run`` with ``backward`` on the ranks of a pipeline that cannot run a batch.
 
         Collective: every rank of the group must call this, those of other replicas of the pipeline ``run`` or this.
@@ -104,6 +100,7 @@ class Pipeline:
         faults = Faults()
         faults.note(error, "arguments of the call")
         faults.agree(self.plan.together)
+        raise error  # ``agree`` has raised it
 
     def _schedule(self, feed: Feed, backward: bool) -> Any:
         """The schedule of the last run if shapes are the same, because its buffers have these shapes."""
@@ -127,7 +124,7 @@ class Pipeline:
         )
         if several and not backward:
             _leave_out_backwards(schedule)
-        self._schedules[backward], self._parts[backward] = (key, schedule), parts
+        self._schedules[backward] = key, schedule
         return schedule
 
 

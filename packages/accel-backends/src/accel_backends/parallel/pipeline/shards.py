@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends.ops.fqn import named_parameters
-from accel_backends.ops.optimizer_support import beyond_elements
+from accel_backends.ops.optimizer_support import FUSED_ON_FULL, beyond_elements, check_state
 from accel_backends.parallel.pipeline.causal_lm import CausalLM, has_parameters
 from accel_backends.private import full_parameter, joined_units, reduce_unit_gradients, unit_parameters
 from accel_precision.policy import dtype_name
@@ -156,21 +156,13 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any]
                 f"{kind} looks at full parameters, of which dp_shard_size and tp_size leave every rank a part; "
                 "nearest: AdamW, or dp_replicate_size"
             )
-        if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
-            group.get("fused") for group, _ in held
-        ):
+        if isinstance(optimizer, FUSED_ON_FULL) and any(group.get("fused") for group, _ in held):
             raise PrepareError(
                 f"{kind}(fused=True): torch has no fused step of {kind} for the shards of dp_shard_size and tp_size; "
                 "nearest: foreach=True"
             )
         for _, parameter in held:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                    raise PrepareError(
-                        f"{kind} holds {key} of shape {tuple(value.shape)} for a parameter of shape "
-                        f"{tuple(parameter.shape)}, which cannot be split as the parameter is; prepare the optimizer "
-                        "before its first step"
-                    )
+            check_state(kind, parameter, optimizer.state.get(parameter, {}))
 
 
 @torch.no_grad()

@@ -67,10 +67,10 @@ def attempt_env(plan: LaunchPlan, attempt: int, run_id: str) -> dict[str, str]:
     What the user has set is kept.
     """
     folder = log_folder(plan, attempt)
-    record = "" if folder is None else str(folder.absolute() / "nccl_flight_record_rank_")
-    dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **dict.fromkeys(_DUMP_FILES, record)} if record else {}
-    if not os.environ.keys().isdisjoint(_DUMP_FILES):
-        dumps = {}
+    dumps: dict[str, str] = {}
+    if folder is not None and os.environ.keys().isdisjoint(_DUMP_FILES):
+        record = str(folder.absolute() / "nccl_flight_record_rank_")
+        dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **dict.fromkeys(_DUMP_FILES, record)}
     return {
         **{name: value for name, value in dumps.items() if name not in os.environ},
         "TORCHELASTIC_RUN_ID": run_id,
