@@ -385,7 +385,7 @@ UNFIT: dict[str, Unfit] = {
         ("fused", r"SGD\(fused=True\).*nearest: foreach=True"),
         ("part", r"blocks\.0 of this TinyTransformer is sharded already"),
         ("ranks", r"rank 0 has parameter embedding\.weight .*fp32, trained where rank 1 has .*fp64"),
-        ("checkpointing", "TinyMLP has no blocks that could be computed again"),
+        ("checkpointing", "TinyMLP has no blocks to recompute"),
         ("ignored", r"the whole name of no module; nearest: 'blocks\.0'"),
         ("devices", "lie on several devices: embedding.weight on cpu, norm.weight on meta"),
         ("bitsandbytes", "AdamW8bit of bitsandbytes steps on the device only.*cpu_offload=False"),

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
 from accel_ckpt import open_checkpoint
-from accel_ckpt.saving import save_quorum as attendance
+from accel_ckpt.saving import save_quorum
 from accel_state.errors import CheckpointError
 
 
@@ -81,7 +81,7 @@ def test_a_machine_without_the_newest_takes_all_to_one_that_all_have(
 
 @pytest.mark.ranks(4)
 def test_copies_on_each_machine_need_all_processes(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "GRACE", 0.3)
+    monkeypatch.setattr(save_quorum, "GRACE", 0.3)
     accelerator, _, _ = run(tmp_path / f"machine{join(monkeypatch, rank)}", "ddp")
     if rank == 0:
         with pytest.raises(CheckpointError, match=r"ranks 1, 2, 3 did not come.*each machine keeps a copy"):

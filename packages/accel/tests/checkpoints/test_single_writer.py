@@ -1,7 +1,6 @@
 """``if accelerator.is_main_process: accelerator.save_state(...)`` saves where that is possible, and never hangs."""
 
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,15 @@ from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
 from accel_ckpt import open_checkpoint
-from accel_ckpt.saving import save_quorum as attendance
-from accel_ckpt.saving.save_quorum import SaveQuorum
+from accel_ckpt.saving import save_quorum
 from accel_state.errors import CheckpointError
 from accel_testing.pytest.logs import heard
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
     """Graces that a test can wait for."""
-    monkeypatch.setattr(attendance, "GRACE", seconds)
-    monkeypatch.setattr(attendance, "AHEAD_GRACE", seconds)
+    monkeypatch.setattr(save_quorum, "GRACE", seconds)
+    monkeypatch.setattr(save_quorum, "AHEAD_GRACE", seconds)
 
 
 def lengthen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +48,7 @@ def test_the_main_process_alone_saves_everything_it_holds(
         for number in range(3):
             if accelerator.is_main_process:
                 accelerator.save_state(metadata={"number": number})
-                monkeypatch.setattr(attendance, "GRACE", 1e6)  # the others are waited for once
+                monkeypatch.setattr(save_quorum, "GRACE", 1e6)  # the others are waited for once
     assert sum("rank 1 did not come" in one for one in said) == (rank == 0)
     accelerator.wait_for_everyone()
     weight = model.module.weight.detach().clone()
@@ -156,7 +154,7 @@ def test_a_process_that_stands_in_an_operation_of_torch_is_given_up(
 @pytest.mark.ranks(2)
 def test_a_process_in_a_later_backward_is_given_up(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengthen(monkeypatch)
-    monkeypatch.setattr(attendance, "AHEAD_GRACE", 0.3)
+    monkeypatch.setattr(save_quorum, "AHEAD_GRACE", 0.3)
     accelerator, model, optimizer = trained()
     for number in range(40):  # more than the hang watchdog remembers
         accelerator.backward(model(torch.ones(2, 64)).sum())
@@ -196,50 +194,3 @@ def test_what_one_process_saved_alone_resumes_on_both(
     draws = accelerator.gather(torch.rand(1)).tolist()
     assert draws[0] != draws[1], "random states of processes are their own"
     assert optimizer.state_dict()["state"][0]["step"] == 1
-
-
-@pytest.mark.ranks(2)
-def test_without_the_main_process_the_others_say_so(rank: int) -> None:
-    from accel_state.session import Session
-
-    with Session.open(cpu=True) as session:
-        found = SaveQuorum.of(session)
-        assert found is not None
-        found._patience = timedelta(seconds=0.2)
-        if rank == 1:
-            with pytest.raises(CheckpointError, match="rank 1 came to save and rank 0 did not"):
-                found.missing(all_needed=False)
-        session.wait_for_everyone()
-
-
-class LaggingStore:
-    """Store whose ``set`` returns at once, as a TCPStore's does: the server applies it before it answers a query.
-
-    ``applied`` holds what other connections see.
-    """
-
-    def __init__(self, **applied: str) -> None:
-        self.applied: dict[str, str] = dict(applied)
-        self._sent: list[tuple[str, str]] = []
-
-    def set(self, key: str, value: str) -> None:
-        self._sent.append((key, value))
-
-    def check(self, keys: list[str]) -> bool:
-        self.applied.update(self._sent)
-        self._sent.clear()
-        return all(key in self.applied for key in keys)
-
-    def add(self, key: str, value: int) -> int:
-        self.check([])
-        self.applied[key] = str(int(self.applied.get(key, "0")) + value)
-        return int(self.applied[key])
-
-
-def test_ranks_see_the_decision_before_the_main_rank_goes_on() -> None:
-    store = LaggingStore(**{"0/here/1": ""})
-    quorum = SaveQuorum(store, 0, 0, 2, timedelta(seconds=5))  # type: ignore[arg-type]
-    quorum.__dict__["_store"] = store
-    assert quorum.missing(all_needed=True) == ()
-    assert store.applied["0/missing"] == "[]"
-    assert list(store.applied).index("rounds") < list(store.applied).index("0/missing")

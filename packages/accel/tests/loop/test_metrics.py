@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel_data.metrics import gather_for_metrics
-from accel_state import ParallelismConfig, Session
+from accel_state import ParallelismConfig
 
 GRID = list(itertools.product(range(1, 41), range(1, 8)))
 SAMPLE = [(1, 1), (1, 7), (2, 3), (3, 2), (5, 4), (7, 7), (11, 2), (13, 5), (16, 4), (23, 3), (40, 7)]
@@ -113,33 +111,6 @@ def test_ranks_that_are_left_gather_where_torch_has_no_numpy(
 
 
 SPLIT = ParallelismConfig(dp_shard_size=2, tp_size=2)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("counts", "kept"),
-    [
-        (None, [0, 1, 2, 3, 4, 5]),
-        ((3, 3), [0, 1, 2, 3, 4, 5]),
-        ((3, 1), [0, 1, 2, 3]),
-        ((3, 0), [0, 1, 2]),
-        ((2, -1), [0, 1]),
-    ],
-)
-@pytest.mark.parametrize("as_objects", [False, True], ids=["tensors", "objects"])
-def test_ranks_that_split_the_model_give_their_samples_once(
-    rank: int, counts: tuple[int, ...] | None, kept: list[int], as_objects: bool
-) -> None:
-    session = Session.open(cpu=True)
-    topologies = [replace(session.topology, rank=one) for one in range(4)]
-    shard_of = [SPLIT.data_shard(topology).index for topology in topologies]
-    assert shard_of == [0, 0, 1, 1]
-    if counts is not None and counts[shard_of[rank]] < 0:
-        return  # has left the loop
-    rows = torch.arange(3) + 3 * shard_of[rank]
-    data = rows.tolist() if as_objects else rows
-    gathered = gather_for_metrics(session, data, counts, shard_of=shard_of)
-    assert (gathered if as_objects else gathered.tolist()) == kept
 
 
 @pytest.mark.ranks(4)

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +17,8 @@ from torch import nn
 
 from accel import Accelerator, ProfileKwargs
 from accel.state import distributed_type
-from accel_observe.meters import count_flops
-from accel_observe.profiling.memory_snapshot import write_snapshot
-from accel_observe.profiling.profiler import MERGED, OTHER_KERNELS, SUMMARY, merge_traces, top_operators
+from accel_observe.profiling.profiler import MERGED, SUMMARY, top_operators
 from accel_state.device.device import Device
-from accel_state.device.functions import DeviceFunctions
-from accel_state.device.kinds import DEVICE_KINDS, DeviceKind
-from accel_state.errors import ConfigError
 
 
 def net() -> nn.Module:
@@ -64,35 +59,6 @@ def test_every_rank_writes_a_trace_and_one_holds_all(rank: int, tmp_path: Path) 
         assert ranks == {"rank 0", "rank 1"}
 
 
-def test_traces_are_laid_on_one_time_axis(tmp_path: Path) -> None:
-    for rank, base in enumerate((1_000_000, 3_000_000)):  # nanoseconds
-        event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5.0, "dur": 1.0, "name": "op"}
-        text = json.dumps({"baseTimeNanoseconds": base, "traceEvents": [event]})
-        (tmp_path / f"{rank}.json").write_text(text)
-    merged = merge_traces([(rank, tmp_path / f"{rank}.json") for rank in range(2)], tmp_path / "all.json")
-    first, second = json.loads(merged.read_text())["traceEvents"]
-    assert (first["ts"], second["ts"]) == (5.0, 2005.0)
-    assert (first["pid"], second["pid"]) == ("rank 0: 7", "rank 1: 7")
-
-
-def test_wrong_profiles_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Invalid profiler activity 'gpu'"):
-        ProfileKwargs(activities=["gpu"])
-    with pytest.raises(ConfigError, match="no 'every'"):
-        ProfileKwargs(schedule_option={"every": 1})
-    if not torch.accelerator.is_available():
-        with pytest.raises(ConfigError, match="here there are cpu"):
-            ProfileKwargs(activities=["mtia"]).build()
-
-
-def test_operations_are_counted_as_the_matrices_say() -> None:
-    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
-    x = torch.randn(5, 8)
-    assert count_flops(lambda: model(x).sum(), backward=False) == 2 * 5 * (8 * 16 + 16 * 4)
-    # Backward: both weights' gradients, and that of the layer between.
-    assert count_flops(lambda: model(x).sum()) == 2 * 5 * (2 * 8 * 16 + 3 * 16 * 4)
-
-
 def test_memory_that_runs_out_is_accounted_for_by_name(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     net = nn.Linear(600, 500)
@@ -111,16 +77,6 @@ def test_memory_that_runs_out_is_accounted_for_by_name(tmp_path: Path) -> None:
     assert len(sizes) >= 5
     assert sizes == sorted(sizes, reverse=True)
     assert math.isclose(other.sum().item(), 0.0)
-
-
-def test_the_allocator_of_any_device_is_summarised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Functions(DeviceFunctions):
-        def module(self, kind: DeviceKind) -> Any:
-            return SimpleNamespace(memory_summary=lambda index: f"beads of {index}")
-
-    monkeypatch.setitem(cast(Any, DEVICE_KINDS), "abacus", DeviceKind("abacus", "gloo", functions=Functions()))
-    write_snapshot(tmp_path / "a.txt", MemoryError("no"), [], Device("abacus", 3))
-    assert (tmp_path / "a.txt").read_text() == "MemoryError: no\n\n\nbeads of 3\n"
 
 
 @pytest.mark.parametrize(
@@ -185,36 +141,6 @@ def test_a_file_gets_plain_tracebacks() -> None:
     before = sys.excepthook
     assert not install_tracebacks()
     assert sys.excepthook is before
-
-
-def test_the_time_of_a_kernel_counts_once() -> None:
-    def row(key: str, device: str, cpu: float, on_device: float, *, annotation: bool = False) -> SimpleNamespace:
-        return SimpleNamespace(
-            key=key,
-            count=1,
-            device_type=SimpleNamespace(name=device),
-            is_user_annotation=annotation,
-            self_cpu_time_total=cpu,
-            self_device_time_total=on_device,
-            self_cpu_memory_usage=0,
-            self_device_memory_usage=0,
-            flops=0,
-        )
-
-    rows = [
-        row("aten::mm", "CPU", 10.0, 100.0),
-        row("aten::add", "CPU", 5.0, 20.0),
-        row("gemm", "CUDA", 0.0, 100.0),
-        row("elementwise", "CUDA", 0.0, 20.0),
-        row("replayed", "CUDA", 0.0, 30.0),
-        row("step 1", "CUDA", 0.0, 150.0, annotation=True),
-    ]
-    found = top_operators(cast(Any, SimpleNamespace(key_averages=lambda: rows)))
-    assert {one["name"]: one["device_us"] for one in found} == {
-        "aten::mm": 100.0,
-        OTHER_KERNELS: 30.0,
-        "aten::add": 20.0,
-    }
 
 
 def test_a_loss_that_is_overwritten_after_its_step_counts_as_it_was() -> None:

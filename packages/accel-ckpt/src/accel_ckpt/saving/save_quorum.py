@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accel_state.watchdog.diagnosis import SourcePlace
 
 _LOG = logging.getLogger(__name__)
-_PREFIX = "accel/attendance"
+_PREFIX = "accel/save_quorum"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-3
 _SEARCH_EVERY = 0.1
 GRACE = 60.0

@@ -82,7 +82,7 @@ class Checkpointer:
         self._log = log
         self._side_states = side_states
         self._places = ProjectCheckpoints(strategy.session, project)
-        self._attendance = SaveQuorum.of(strategy.session)
+        self._quorum = SaveQuorum.of(strategy.session)
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._saver: AsyncSaver | None = None
@@ -180,7 +180,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the save needs the absent ranks.
         """
-        if self._attendance is None:
+        if self._quorum is None:
             return ()
         backend = self._strategy.backend
         reasons = {
@@ -188,7 +188,7 @@ class Checkpointer:
             "a window is open": self._clock.open,
             "each machine keeps a copy (save_on_each_node)": self._places.keeps_copies,
         }
-        missing = self._attendance.missing_but_for(next((text for text, holds in reasons.items() if holds), None))
+        missing = self._quorum.missing_but_for(next((text for text, holds in reasons.items() if holds), None))
         if missing and not self._warned_of_absence:
             self._warned_of_absence = True
             _LOG.warning(
