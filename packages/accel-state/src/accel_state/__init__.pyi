@@ -60,6 +60,7 @@ from accel_state.errors import TopologyError as TopologyError
 from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.logging import get_logger as get_logger
 from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from accel_state.parallelism.axis_options import ExpertParallelConfig as ExpertParallelConfig
 from accel_state.parallelism.axis_options import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.parallelism.axis_options import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accel_state.parallelism.axis_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin

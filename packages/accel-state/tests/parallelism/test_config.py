@@ -10,6 +10,7 @@ from accel_state import (
     ConfigError,
     DataShard,
     DeepSpeedSequenceParallelConfig,
+    ExpertParallelConfig,
     ParallelismConfig,
     Topology,
     TopologyError,
@@ -112,6 +113,10 @@ def test_a_product_that_does_not_match_is_refused():
         ({"dp_shard_size": True}, "dp_shard_size=True"),
         ({"cp_size": 2, "sp_size": 2}, "mutually exclusive"),
         ({"tp_handler": TorchContextParallelConfig()}, "tp_handler must be a TorchTensorParallelConfig"),
+        (
+            {"ep_handler": ExpertParallelConfig(1.25)},
+            r"ep_size=1 with .*=1.25.*nearest: ep_handler=None",
+        ),
     ],
 )
 def test_impossible_degrees_are_refused(values, message):
@@ -140,6 +145,18 @@ def test_options_of_tensor_parallelism_without_effect_are_refused(values, messag
 def test_a_plugin_without_a_degree_or_with_a_mesh_is_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         TorchTensorParallelPlugin(**values)
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), True, "1.25"])
+def test_a_capacity_that_is_no_positive_number_is_refused(factor):
+    with pytest.raises(ConfigError, match=r"capacity_factor=.*expected a number above 0 such as 1.25"):
+        ExpertParallelConfig(capacity_factor=factor)
+
+
+def test_a_capacity_is_written_and_read():
+    assert ParallelismConfig(ep_size=2).ep_handler == ExpertParallelConfig()
+    config = ParallelismConfig(ep_size=2, ep_handler=ExpertParallelConfig(1.25))
+    assert ParallelismConfig.from_json(config.to_json()) == config
 
 
 def test_the_backend_that_serves_an_axis_is_noted_unless_another_was_given():

@@ -1,6 +1,8 @@
 """Degrees of tensor, context and expert parallelism: a loop trains as in one process, and checkpoints reshard."""
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.utils import TorchContextParallelConfig, TorchTensorParallelConfig, TorchTensorParallelPlugin
+from accel.utils import (
+    ExpertParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from accel_state import ParallelismConfig, PrepareError, TopologyError
 from accel_testing import RankPool
 from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, tiny_mixtral, with_exact_loss
 from accel_testing.equivalence.compare import assert_close_state
 
 LENGTH, GLOBAL_BATCH, STEPS = 16, 8, 3
+EXPERTS_NAME = "model.layers.*.mlp.experts"
 Degrees = Mapping[str, Any]
 
 
@@ -48,11 +56,15 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def train(degrees: Degrees, *, accumulate: int = 2, tied: bool = False) -> dict[str, Any]:
+def train(
+    degrees: Degrees, *, accumulate: int = 2, tied: bool = False, bound: Callable[[nn.Module], None] | None = None
+) -> dict[str, Any]:
     """A user's loop, which knows nothing of the axes; two micro-batches a step, clipped."""
     parallelism = ParallelismConfig(**degrees) if degrees else None
     accelerator = Accelerator(cpu=True, parallelism_config=parallelism, gradient_accumulation_steps=accumulate)
     model = model_of(degrees, tied=tied)
+    if bound is not None:
+        bound(model)
     if accelerator.process_index:  # prepare has to give every rank the values of rank 0
         for parameter in model.parameters():
             parameter.data.add_(accelerator.process_index)
@@ -62,6 +74,7 @@ def train(degrees: Degrees, *, accumulate: int = 2, tied: bool = False) -> dict[
     rows_of_samples: Any = samples()
     loader: Any = DataLoader(rows_of_samples, batch_size=size, collate_fn=batch_of)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    meter = accelerator.meter() if "ep_handler" in degrees else None
     losses, norms, rows = [], [], []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -81,6 +94,7 @@ def train(degrees: Degrees, *, accumulate: int = 2, tied: bool = False) -> dict[
         "norms": norms,
         "rows": rows,
         "rate": scheduler.get_last_lr()[0],
+        "dropped": None if meter is None else meter.read().dropped_choices,
         "local": {
             name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
             for name, p in model.named_parameters()
@@ -141,6 +155,10 @@ EXPERTS: dict[str, Degrees] = {
     "ep2 fsdp2": {"ep_size": 2, "dp_shard_size": 2},
     "ep2 replicas2": {"ep_size": 2, "dp_replicate_size": 2},
     "fsdp2": {"ep_size": 1, "dp_shard_size": 2},
+    "ep2 tp2": {"ep_size": 2, "tp_size": 2},
+    "ep2 cp2": {"ep_size": 2, "cp_size": 2},
+    "ep2 tp2 fsdp2": {"ep_size": 2, "tp_size": 2, "dp_shard_size": 2},
+    "ep2 cp2 fsdp2": {"ep_size": 2, "cp_size": 2, "dp_shard_size": 2},
 }
 
 
@@ -154,6 +172,10 @@ def expected_of_experts(rank_pool: RankPool) -> dict[str, Any]:
     ("degrees", "shape"),
     [
         ("ep2 fsdp2", (1, 96, 32)),
+        pytest.param("ep2 tp2", (2, 96, 32), marks=pytest.mark.slow),
+        pytest.param("ep2 cp2", (1, 96, 32), marks=pytest.mark.slow),
+        pytest.param("ep2 tp2 fsdp2", (1, 96, 32), marks=pytest.mark.slow),
+        pytest.param("ep2 cp2 fsdp2", (2, 24, 32), marks=pytest.mark.slow),
         pytest.param("ep2", (2, 96, 32), marks=pytest.mark.slow),
         pytest.param("ep2 replicas2", (2, 96, 32), marks=pytest.mark.slow),
     ],
@@ -169,12 +191,57 @@ def test_divided_experts_train_as_one_process(
     assert found["local"]["model.layers.0.mlp.experts.gate_up_proj"] == shape
 
 
+class Bounded:
+    """The rule of capacity in one process: what experts return for dropped choices is multiplied by zero."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, model: nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.mlp.experts.register_forward_pre_hook(self._drop)
+
+    def _drop(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, index, weights = args
+        mask = torch.zeros_like(weights)
+        room = [math.ceil(self.factor * index.numel() / module.num_experts)] * module.num_experts
+        for choice, token in itertools.product(range(index.shape[1]), range(index.shape[0])):
+            expert = int(index[token, choice])
+            mask[token, choice] = float(room[expert] > 0)
+            room[expert] -= 1
+        return hidden, index, weights * mask
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"ep_size": 2},
+        pytest.param({"ep_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"ep_size": 2, "tp_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_with_a_capacity_train_as_one_process_with_the_same_micro_batches(
+    rank_pool: RankPool, degrees: Degrees
+) -> None:
+    shards = ParallelismConfig(**degrees).data_parallel_size
+    expected = rank_pool.run(train, {"ep_size": 1}, accumulate=2 * shards, bound=Bounded(0.75), ranks=1)[0]
+    bounded = {**degrees, "ep_handler": ExpertParallelConfig(capacity_factor=0.75)}
+    found = rank_pool.run(train, bounded, ranks=ParallelismConfig(**degrees).total_size)
+    assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+    assert_close_state(found[0]["state"], expected["state"], rtol=0, atol=1e-10)
+    assert 0.25 <= found[0]["dropped"] == found[1]["dropped"] < 0.5
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ("ep2", "one process"),
-        ("ep2 fsdp2", "ep2"),
+        ("ep2 tp2", "ep2"),
+        pytest.param("ep2 fsdp2", "ep2", marks=pytest.mark.slow),
         pytest.param("ep2", "ep2", marks=pytest.mark.slow),
+        pytest.param("ep2", "ep2 tp2", marks=pytest.mark.slow),
+        pytest.param("ep2 cp2", "ep2 tp2", marks=pytest.mark.slow),
+        pytest.param("one process", "ep2 cp2", marks=pytest.mark.slow),
         pytest.param("fsdp2", "ep2 fsdp2", marks=pytest.mark.slow),
     ],
 )
@@ -313,6 +380,11 @@ def odd_heads() -> nn.Module:
         ({"cp_size": 2}, lambda: nn.Linear(2, 2), "Linear is no transformers model"),
         ({"ep_size": 2}, llama, "LlamaForCausalLM has no module of experts.*nearest: ep_size=1"),
         ({"ep_size": 3}, mixtral, "model.layers.0.mlp.experts has 4 experts, which 3 .*nearest: 2 ranks"),
+        (
+            {"tp_size": 2, "ep_size": 2, "tp_handler": TorchTensorParallelConfig(plan={EXPERTS_NAME: "colwise"})},
+            mixtral,
+            r"plan gives model.layers.\*.mlp.experts a style, and ep_size divides .*nearest: leave it out of the plan",
+        ),
         (
             {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan={"wrong": "colwise"})},
             lambda: nn.Sequential(nn.Linear(2, 2)),

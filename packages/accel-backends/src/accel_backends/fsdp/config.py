@@ -157,15 +157,9 @@ class FSDPConfig(BackendConfig):
         return self.degrees(topology.world_size // beside, max(1, topology.local_world_size // beside))
 
     def _check_beside(self, parallelism: ParallelismConfig) -> None:
-        """Refuses options that the axes of a model exclude, and axes that exclude each other."""
+        """Refuses options that the axes of a model exclude."""
         active = {axis: parallelism.size(axis) for axis in MODEL_AXES if parallelism.size(axis) > 1}
         sizes = ", ".join(f"{axis}_size={size}" for axis, size in active.items())
-        if "ep" in active and len(active) > 1:
-            ranks = prod(active.values())
-            raise ConfigError(
-                f"{sizes}: expert parallelism goes with data parallelism only; nearest: ep_size={active['ep']} with "
-                f"dp_shard_size={ranks // active['ep']}, or ep_size=1"
-            )
         if self.fsdp_version == 1:
             raise ConfigError(f"{sizes}: fsdp_version=1 flattens parameters, which have no axes then; use version 2")
         if self.cpu_ram_efficient_loading:

@@ -9,7 +9,7 @@ import torch
 
 from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.ops.dtensor import over_axes
+from accel_backends.ops.dtensor import is_dtensor, over_axes
 from accel_backends.parallel.axes import ModelAxes
 from accel_backends.roles.layout import ReplicatedLayout
 from accel_state.parallelism.config import ParallelismConfig
@@ -51,6 +51,7 @@ class ShardingMesh:
         beside = self.tensor_size * self.context_size * self.expert_size
         replicas, shards = config.data_degrees(session.topology, beside)
         self.degrees = replicas, shards * self.context_size * self.expert_size
+        self._data_shards = shards
         self._session = session
         self._flat = flat
         self._mesh: DeviceMesh | None = None
@@ -114,7 +115,10 @@ class ShardingMesh:
 
         Shares its memory. Other values are returned unchanged.
         """
-        return value if self._every is None else over_axes(value, self._every)
+        if self._every is None:
+            return value
+        of_experts = is_dtensor(value) and "ep" in (value.device_mesh.mesh_dim_names or ())
+        return over_axes(value, self._divided if of_experts else self._every)
 
     def close(self) -> None:
         """Drops the mesh, and destroys the process group of a single process."""
@@ -137,15 +141,23 @@ class ShardingMesh:
     def _with_experts(self) -> "tuple[DeviceMesh, DeviceMesh]":
         """The mesh that experts are sharded over, and the axis "ep".
 
-        Both are slices of one mesh, because ``fully_shard`` joins the axes of a DTensor.
+        Both are slices of one mesh, because ``fully_shard`` joins the axes of a DTensor. Ranks with other shards of the
+        same sequences compute on other tokens, and shard experts as data-parallel ranks do; tensor-parallel ranks
+        compute on the same tokens, and hold the same experts.
         """
         names, shape = self._data_axes(self.expert_shards)
         if self._divided is None:
-            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.device_mesh import DeviceMesh
 
             self._ensure_group()
+            sequences = self.expert_shards // self._data_shards
+            ranks = torch.arange(prod(self.degrees) * self.tensor_size)
+            ranks = ranks.view(self.degrees[0], self._data_shards, self.expert_size, sequences, self.tensor_size)
             shape, every = (*shape, self.expert_size), (*names, "ep")
-            self._divided = init_device_mesh(self._session.device.type, shape, mesh_dim_names=every)
+            if self.tensor_size > 1:
+                shape, every = (*shape, self.tensor_size), (*every, "tp")
+            ordered = ranks.transpose(2, 3).reshape(shape)
+            self._divided = DeviceMesh(self._session.device.type, ordered, mesh_dim_names=every)
         return self._divided[names], self._divided["ep"]
 
     def _ensure_group(self) -> None:
@@ -176,6 +188,14 @@ class MeshLayout(ReplicatedLayout):
         """Sizes of the axes whose ranks compute on the same samples: tensor and context parallelism."""
         sizes = {"tp": self._sharding.tensor_size, "cp": self._sharding.context_size}
         return {axis: size for axis, size in sizes.items() if size > 1}
+
+    def take_choices(self) -> torch.Tensor | None:
+        """Numbers of dropped and of all choices of experts, where these have a capacity."""
+        capacity = None if self._axes is None else self._axes.capacity
+        if capacity is None:
+            return None
+        counts = capacity.take_counts()
+        return torch.zeros(2, dtype=torch.int64, device=self.run.session.device.torch) if counts is None else counts
 
     def sharded_buffers(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()

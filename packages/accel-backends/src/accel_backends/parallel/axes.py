@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from accel_backends.ops.dtensor import is_dtensor
 from accel_backends.ops.meta_init import is_meta
+from accel_backends.parallel.capacity import Capacity
 from accel_state.errors import PrepareError
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ class ModelAxes:
 
     ``mesh`` returns the mesh of an axis by its name; its first call is a collective. ``shards`` is the shard degree of
     an expert-parallel rank's experts.
+
+    Attributes:
+        capacity: capacity of the experts of all models; None: they compute every choice, or are not divided.
     """
 
     def __init__(self, run: "Run", mesh: "Callable[[str], DeviceMesh]", *, shards: int = 1) -> None:
@@ -30,6 +35,9 @@ class ModelAxes:
         self._tensor, self._context = run.parallelism.size("tp"), run.parallelism.size("cp")
         self._expert = run.parallelism.size("ep")
         self._inputs: SequenceInputs | None = None
+        options = run.parallelism.ep_handler
+        factor = None if options is None else options.capacity_factor
+        self.capacity = None if factor is None else Capacity(factor)
 
     @property
     def inputs(self) -> "SequenceInputs | None":
@@ -70,7 +78,7 @@ class ModelAxes:
             from accel_backends.parallel.tensor_parallel import check_tensor_parallel
 
             self._check_values(model, f"tp_size={self._tensor}")
-            check_tensor_parallel(model, self._tensor, self.plan)
+            check_tensor_parallel(model, self._tensor, self.plan, divided=self.experts(model))
         if self._context > 1:
             from accel_backends.parallel.sdpa import check_context_parallel
             from accel_backends.parallel.sequence_inputs import check_inputs
@@ -104,13 +112,14 @@ class ModelAxes:
                 send([full])
                 return full
 
-            apply_expert_parallel(model, self._mesh("ep"), values=values)
+            apply_expert_parallel(model, self._mesh("ep"), values=values, capacity=self.capacity)
             sum_router_loss(model, self._run.session.group)
         if self._tensor > 1:
             from accel_backends.parallel.tensor_parallel import apply_tensor_parallel
 
             model.to(device)
-            send([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+            # Experts are DTensors by now, whose ranks have their values, and which differ from rank to rank.
+            send([one.detach() for one in (*model.parameters(), *model.buffers()) if not is_dtensor(one)])
             mesh = self._mesh("tp")
             apply_tensor_parallel(model, mesh, plan or self.plan, src_data_rank=None)
             _equalise_generators(mesh, device)

@@ -1,7 +1,7 @@
 """Expert parallelism: experts are divided among the ranks of one mesh axis, and tokens travel to their experts.
 
-GShard (Lepikhin et al. 2020, arXiv:2006.16668) introduced the exchange by all-to-all. Here it is dropless: as many
-tokens are exchanged as the router has chosen, without a capacity.
+GShard (Lepikhin et al. 2020, arXiv:2006.16668) introduced the exchange by all-to-all. Here it is dropless, unless a
+capacity is given: as many tokens are exchanged as the router has chosen.
 """
 
 import inspect
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_backends.ops.activation_checkpointing import RECOMPUTED
+from accel_backends.parallel.capacity import Capacity
 from accel_backends.private import untraced
 from accel_state.errors import PrepareError
 
@@ -35,6 +36,7 @@ def apply_expert_parallel(
     average: bool = True,
     src_data_rank: int | None = 0,
     values: Values | None = None,
+    capacity: Capacity | None = None,
 ) -> list[str]:
     """Divides the experts of a model's blocks among the ranks of ``mesh`` in place; returns the names of their modules.
 
@@ -43,6 +45,9 @@ def apply_expert_parallel(
     are divided by the number of ranks, so that they are means over the ranks as DDP's and FSDP's gradients are; they
     must not be reduced over this mesh again. With ``values`` each rank takes its experts from there, one parameter
     after the other, and frees the full parameter; otherwise rank ``src_data_rank`` of the mesh sends them.
+
+    ``capacity`` bounds the choices of a rank's tokens that each expert computes while the module trains; None: experts
+    compute all of them. Evaluation is dropless.
 
     Modules of experts are those of transformers' Mixtral and its kin: parameters with one dim for the experts, first,
     and a forward of ``hidden_states`` (tokens x features), ``top_k_index`` and ``top_k_weights`` (tokens x choices).
@@ -61,7 +66,8 @@ def apply_expert_parallel(
     check_expert_parallel(model, mesh.size())
     found = find_experts(model)
     for module in found.values():
-        _divide(module, mesh, average=average, src_data_rank=src_data_rank, values=values)
+        _divide(module, mesh, src_data_rank=src_data_rank, values=values)
+        _exchange(module, mesh, average=average, capacity=capacity)
     return list(found)
 
 
@@ -140,11 +146,8 @@ def _check_experts(module: nn.Module, name: str, size: int) -> None:
         )
 
 
-def _divide(
-    module: nn.Module, mesh: DeviceMesh, *, average: bool, src_data_rank: int | None, values: Values | None
-) -> None:
-    """Shards the parameters, and replaces the forward by one that exchanges tokens around the forward of the class."""
-    local_experts = cast(int, module.num_experts) // mesh.size()
+def _divide(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None, values: Values | None) -> None:
+    """Shards the parameters over the experts."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if values is None:
             placed = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
@@ -153,6 +156,12 @@ def _divide(
             placed = DTensor.from_local(held.clone(), mesh, [Shard(0)], run_check=False)
             parameter.data = parameter.data.new_empty(0)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+
+def _exchange(module: nn.Module, mesh: DeviceMesh, *, average: bool, capacity: Capacity | None) -> None:
+    """Replaces the forward by one that exchanges tokens around the forward of the class."""
+    experts = cast(int, module.num_experts)
+    local_experts = experts // mesh.size()
     scale, group = 1 / mesh.size() if average else 1.0, mesh.get_group()
 
     def forward(
@@ -166,7 +175,10 @@ def _divide(
                 outputs: torch.Tensor = type(layer).forward(layer, rows, experts[:, None], rows.new_ones(len(rows), 1))
                 return outputs
 
-        return routed(hidden_states, top_k_index, top_k_weights, compute, local_experts=local_experts, group=group)
+        kept = capacity.kept(top_k_index, experts) if capacity is not None and layer.training else None
+        return routed(
+            hidden_states, top_k_index, top_k_weights, compute, local_experts=local_experts, group=group, kept=kept
+        )
 
     module.forward = MethodType(untraced(forward), module)
 
@@ -179,6 +191,7 @@ def routed(
     *,
     local_experts: int,
     group: dist.ProcessGroup,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum over each token's chosen experts, wherever these are; differentiable.
 
@@ -189,12 +202,15 @@ def routed(
         compute: outputs of this rank's experts for rows of any rank, given their experts, counted on this rank.
         local_experts: number of experts of each rank.
         group: expert-parallel group.
+        kept: which choices count (bool, tokens x choices), the others contribute zero; None: all.
 
     Collective: every rank of the group must call this.
     """
     size, choices = dist.get_world_size(group), index.shape[-1]
     order = torch.argsort(index.flatten(), stable=True)
-    sent = torch.bincount(index.flatten(), minlength=size * local_experts)
+    if kept is not None:
+        order = order[kept.flatten()[order]]
+    sent = torch.bincount(index.flatten()[order], minlength=size * local_experts)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     to, source = (counts.view(size, local_experts).sum(1).tolist() for counts in (sent, received))

@@ -25,10 +25,12 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """Loss of Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equation 4) for ``top_k`` choices per token.
 
-    It is the number of experts times the sum over experts of the share of choices and the mean probability. Both are
-    means over the tokens of all ranks and layers. A mean of each rank's own loss differs, because the loss is a product
-    of means. The value is the same on every rank, in float32, and gradients are those of one process once they are
-    *averaged* over the ranks, which may have different numbers of tokens.
+    The loss is the number of experts times a sum over the experts. Each term is the product of two means over the
+    tokens of all ranks and layers: the fraction of tokens that choose the expert, and the probability that the router
+    gives it. The mean over ranks of each rank's own loss is another number, because each term is a product of means.
+
+    The value is the same on every rank, in float32. Gradients are those of one process once they are *averaged* over
+    the ranks, which may have different numbers of tokens. Choices count whether or not a capacity drops them.
 
     Args:
         logits: of each layer's router, for this rank's tokens (tokens x experts).
@@ -59,11 +61,12 @@ def load_balancing_loss(
 
 
 def sum_router_loss(model: nn.Module, group: Any) -> None:
-    """Makes a transformers model's load-balancing loss that of the tokens of all ranks, where it returns one.
+    """Replaces a transformers model's load-balancing loss by that of the tokens of all ranks, where it returns one.
 
-    The loss that a causal language model returns includes it, and is corrected, too. Models whose loss is another one,
-    and losses that the user computes from the logits, stay as they are: each rank's own, whose mean is trained. A model
-    around one that returns such a loss is a warning.
+    The forward's ``aux_loss`` is replaced, and its part of ``loss``. That needs a model with ``router_aux_loss_coef``
+    and ``num_experts_per_tok`` whose modeling file computes the loss by ``load_balancing_loss_func``. Other models keep
+    the loss of each rank's own tokens, whose mean over ranks is trained, and so do losses that the user computes from
+    the router's logits. Where a module within such a model has ``output_router_logits``, this logs a warning.
 
     Collective: every rank of the group must call the model.
     """

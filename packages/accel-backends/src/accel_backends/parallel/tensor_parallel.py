@@ -1,7 +1,7 @@
 """Tensor parallelism: the matrices of a model's layers are sharded over the ranks of one mesh axis."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from accel_backends.parallel.derive import derive_plan
+from accel_backends.parallel.expert_parallel import find_experts
 from accel_backends.parallel.plan import StyleChoice, TensorParallelPlan, model_plan
-from accel_backends.parallel.styles import Style
+from accel_backends.parallel.styles import STYLES, Style
 from accel_state.errors import PrepareError
 
 
@@ -66,12 +67,26 @@ def apply_tensor_parallel(
     return chosen
 
 
-def check_tensor_parallel(model: nn.Module, size: int, plan: TensorParallelPlan | Mapping[str, Any] | str) -> None:
+def check_tensor_parallel(
+    model: nn.Module,
+    size: int,
+    plan: TensorParallelPlan | Mapping[str, Any] | str,
+    *,
+    divided: Collection[str] = (),
+) -> None:
     """Refuses a model or plan that ``size`` tensor-parallel ranks cannot compute; without communication.
+
+    ``divided``: names of the modules whose experts expert parallelism divides, which a plan has to leave out.
 
     Raises:
         PrepareError: names the module, or the entry of the plan.
     """
+    for name, _, choice in plan_for(model, size, plan).modules(model) if divided else ():
+        if name in divided and choice.style != STYLES["replicate"]:
+            raise PrepareError(
+                f"the tensor-parallel plan gives {choice.pattern} a style, and ep_size divides the experts of {name} "
+                "among ranks; nearest: leave it out of the plan, or ep_size=1"
+            )
     _checked(model, size, plan)
 
 
@@ -93,8 +108,9 @@ def _checked(
 ) -> tuple[TensorParallelPlan, list[tuple[str, nn.Module, StyleChoice]]]:
     """The plan, and modules with their choices, after every check that needs no communication."""
     plan = plan_for(model, size, given)
+    experts = {id(one) for module in find_experts(model).values() for one in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and id(parameter) not in experts:
             raise PrepareError(
                 f"{name} is a DTensor already, with placements {parameter.placements}; tensor parallelism comes first, "
                 "before fully_shard, and once"

@@ -64,6 +64,13 @@ class ReplicatedLayout:
         """
         return attention
 
+    def take_choices(self) -> torch.Tensor | None:
+        """Numbers of dropped and of all choices of experts on this rank (int64, 2) since the last call.
+
+        Default: None, no choice is dropped.
+        """
+        return None
+
     def sharded_buffers(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[None]:

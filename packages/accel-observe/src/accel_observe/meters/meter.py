@@ -31,6 +31,8 @@ class Reading:
         goodput: fraction of the time since the run's first start that was spent on steps that still count.
         memory: peak memory of tensors on the device, since the process began or ``torch.accelerator`` was last told to
             reset its peak; on a CPU, memory of the process.
+        dropped_choices: fraction of the choices of experts, by the tokens of all ranks, that exceeded the capacity of
+            the experts; None without a capacity.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Reading:
     goodput: float
     memory: int
     host_memory: int
+    dropped_choices: float | None = None
 
     def flat(self) -> dict[str, float]:
         """Returns the numbers for a tracker, under ``meter/``."""
@@ -258,9 +261,18 @@ class Meter:
             goodput=self._run.progress.goodput(time.time()),
             memory=device_memory(self._run.session.device.torch),
             host_memory=host_memory(),
+            dropped_choices=self._dropped_choices(),
         )
         self._note(table)
         return self.last
+
+    def _dropped_choices(self) -> float | None:
+        """Fraction of dropped choices of experts on all ranks since the previous reading."""
+        counts = self._run.backend.layout.take_choices()
+        if counts is None:
+            return None
+        dropped, made = self._run.session.reduce(counts, "sum").tolist()
+        return float(dropped / max(made, 1))
 
     def _gather(self, spent: dict[str, float]) -> list[dict[str, float]]:
         """All-gathers the seconds by phase of every rank; the main rank also receives the others' anomalies."""

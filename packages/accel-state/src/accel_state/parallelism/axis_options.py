@@ -1,5 +1,6 @@
 """Options of single axes of the mesh: tensor, context and sequence parallelism."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,6 +84,29 @@ class TorchContextParallelConfig:
         if strategy not in {"allgather", "alltoall"}:
             raise ConfigError(f"Invalid cp_comm_strategy: {strategy}; expected 'allgather' or 'alltoall'")
         object.__setattr__(self, "cp_comm_strategy", strategy)
+
+
+@final
+@dataclass(frozen=True)
+class ExpertParallelConfig:
+    """Options of expert parallelism.
+
+    ``capacity_factor`` bounds the choices that each expert computes of one rank's micro-batch, while the model trains:
+    the factor times their mean number over the experts, rounded up. Further choices are dropped. None: none is dropped.
+
+    Raises:
+        ConfigError: ``capacity_factor`` is no finite number above 0.
+    """
+
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        factor = self.capacity_factor
+        number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if factor is not None and not (number and 0 < factor < math.inf):
+            raise ConfigError(
+                f"capacity_factor={factor!r}; expected a number above 0 such as 1.25, or None to drop no choice"
+            )
 
 
 @final

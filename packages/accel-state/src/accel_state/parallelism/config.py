@@ -11,6 +11,7 @@ from accel_state.errors import ConfigError, TopologyError
 from accel_state.parallelism.axis_options import (
     PREFIX,
     DeepSpeedSequenceParallelConfig,
+    ExpertParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     whole_number,
@@ -73,6 +74,7 @@ class ParallelismConfig:
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
     ep_size: int | None = None
+    ep_handler: ExpertParallelConfig | None = None
     _mesh: "dict[str, DeviceMesh | None]" = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -337,6 +339,7 @@ AXIS_OPTIONS: Final[Mapping[str, type]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
+    "ep": ExpertParallelConfig,
 }
 _DEFAULT_BACKENDS: Final[Mapping[str, str]] = {
     axis: kind.backend for axis, kind in AXIS_OPTIONS.items() if hasattr(kind, "backend")
@@ -347,4 +350,9 @@ def _check_together(config: ParallelismConfig) -> None:
     if config.cp_enabled and config.sp_enabled:
         raise ConfigError(
             f"cp_size={config.cp_size} and sp_size={config.sp_size} are mutually exclusive: both split the sequence"
+        )
+    if not config.ep_enabled and getattr(config.ep_handler, "capacity_factor", None) is not None:
+        raise ConfigError(
+            f"ep_size=1 with {config.ep_handler}: experts of one rank have no capacity; nearest: ep_handler=None, or "
+            "ep_size=2"
         )

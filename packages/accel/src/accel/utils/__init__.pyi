@@ -52,6 +52,7 @@ from accel.utils.dataclasses import DeepSpeedSequenceParallelConfig as DeepSpeed
 from accel.utils.dataclasses import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel.utils.dataclasses import DistributedType as DistributedType
 from accel.utils.dataclasses import DynamoBackend as DynamoBackend
+from accel.utils.dataclasses import ExpertParallelConfig as ExpertParallelConfig
 from accel.utils.dataclasses import FP8BackendType as FP8BackendType
 from accel.utils.dataclasses import FP8RecipeKwargs as FP8RecipeKwargs
 from accel.utils.dataclasses import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

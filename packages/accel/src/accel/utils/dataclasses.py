@@ -29,6 +29,7 @@ from accel_state.enums import CustomDtype as CustomDtype
 from accel_state.enums import DistributedType as DistributedType
 from accel_state.enums import LoggerType as LoggerType
 from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from accel_state.parallelism.axis_options import ExpertParallelConfig as ExpertParallelConfig
 from accel_state.parallelism.axis_options import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.parallelism.axis_options import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accel_state.parallelism.axis_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin

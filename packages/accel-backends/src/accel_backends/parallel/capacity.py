@@ -1,0 +1,45 @@
+"""Capacity of experts: how many of a rank's choices each expert computes, and which are dropped."""
+
+import math
+from typing import final
+
+import torch
+
+
+@final
+class Capacity:
+    """Bound on the choices that each expert computes of one forward's tokens on one rank; counts those it drops.
+
+    An expert computes ``ceil(factor * tokens * choices / experts)`` of them, where ``tokens`` are those of the rank and
+    ``choices`` the experts that each token chooses. First choices of all tokens come before second ones, and within
+    these tokens come in their order, as in GShard (Lepikhin et al. 2020, arXiv:2006.16668, algorithm 1); a dropped
+    choice contributes zero, as in Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, section 2.2), and the
+    weights of the others stay as they are.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._counts: torch.Tensor | None = None
+
+    def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
+        """Which choices are computed (bool, tokens x choices), of the experts in ``index`` (tokens x choices).
+
+        Without communication. The choices are counted for ``take_counts``.
+        """
+        tokens, choices = index.shape
+        capacity = math.ceil(self.factor * tokens * choices / experts)
+        by_priority = index.T.flatten()
+        order = torch.argsort(by_priority, stable=True)
+        chosen = torch.bincount(by_priority, minlength=experts)
+        before = chosen.cumsum(0) - chosen
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device) - before[by_priority[order]]
+        kept = (place < capacity).view(choices, tokens).T
+        counts = torch.stack([(~kept).sum(), torch.full((), index.numel(), device=index.device)])
+        self._counts = counts if self._counts is None else self._counts + counts
+        return kept
+
+    def take_counts(self) -> torch.Tensor | None:
+        """Numbers of dropped and of all choices on this rank (int64, 2) since the last call; None without a forward."""
+        counts, self._counts = self._counts, None
+        return counts
