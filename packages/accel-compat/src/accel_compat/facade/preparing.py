@@ -73,7 +73,7 @@ class PreparingMethods:
         for position, item in enumerate(results):
             if isinstance(item, torch.utils.data.DataLoader):
                 loader = self.prepare_data_loader(item, device_placement=device_placement[position])
-                results[position] = split_sequences(self, loader) if engines else loader
+                results[position] = self.deepspeed_ulysses_dl_adapter(loader, None) if engines else loader
         for position, item in enumerate(results):
             if is_scheduler(item) or isinstance(item, AcceleratedScheduler):
                 results[position] = self.prepare_scheduler(item)
@@ -296,12 +296,12 @@ class PreparingMethods:
 
         return skip_first_batches(dataloader, num_batches=num_batches)
 
-    def deepspeed_ulysses_dl_adapter(self: Any, dl: Any, model: nn.Module) -> Any:
+    def deepspeed_ulysses_dl_adapter(self: Any, dl: Any, model: nn.Module | None) -> Any:
         """Returns a loader that splits the sequences of ``dl``; ``dl`` itself without sequence parallelism.
 
         ``prepare`` does this itself for a loader that is prepared together with the model.
         """
-        return split_sequences(self, dl)
+        return split_sequences(dl, self._backend.layout.sequence_group, self.device)
 
     def free_memory(self: Any, *objects: Any) -> list[None]:
         """Releases all prepared objects; returns a None for each argument."""
