@@ -58,6 +58,10 @@ def strategy_of(
         ({"deepspeed_plugins": {"a": {"zero_stage": 0}, "b": {}}}, "deepspeed", {"dp_replicate_size": 2}),
         ({"degrees": ParallelismConfig(tp_size=2)}, "fsdp", {"tp_size": 2}),
         ({"degrees": ParallelismConfig(cp_size=2)}, "fsdp", {"cp_size": 2, "cp_backend": "fsdp"}),
+        ({"degrees": ParallelismConfig(sp_size=2)}, "fsdp", {"sp_size": 2, "sp_backend": "fsdp"}),
+        ({"env": {"PARALLELISM_CONFIG_SP_SIZE": "2"}}, "fsdp", {"sp_size": 2, "sp_backend": "fsdp"}),
+        ({"deepspeed_plugin": {}, "degrees": ParallelismConfig(sp_size=2)}, "deepspeed", {"sp_size": 2}),
+        ({"strategy": "deepspeed", "degrees": ParallelismConfig(sp_size=2)}, "deepspeed", {"sp_size": 2}),
         ({"handler": DDPConfig(static_graph=True)}, "ddp", {"dp_replicate_size": 2}),
         ({"handler": DDPConfig(), "ranks": 1}, "single", {}),
     ],
@@ -131,6 +135,10 @@ def test_options_of_a_handler_reach_the_backend_that_they_are_for() -> None:
         (
             {"strategy": "ddp", "degrees": ParallelismConfig(cp_size=2)},
             "cp_size=2: backend 'ddp' .*; nearest: strategy='fsdp'",
+        ),
+        (
+            {"strategy": "ddp", "degrees": ParallelismConfig(sp_size=2)},
+            "sp_size=2: backend 'ddp' .*; nearest: strategy='fsdp'",
         ),
         (
             {"strategy": "ddp", "degrees": ParallelismConfig(tp_size=2)},
