@@ -166,6 +166,7 @@ def test_a_backend_that_cannot_be_imported_serves_nothing(install, tmp_path):
 
 def test_sharding_serves_tensor_context_and_sequence_parallelism():
     assert find_backend(["tp"]) == find_backend(["cp", "dp_shard", "tp"]) == "fsdp"
+    assert find_backend(["ep", "tp"]) == find_backend(["dp_shard", "ep", "sp", "tp"]) == "fsdp"
     assert find_backend(["sp"]) == find_backend(["dp_replicate", "dp_shard", "sp", "tp"]) == "fsdp"
     four = Topology.on_one_node(0, 4)
     found = FSDPConfig().resolve(StrategyFacts(four, CPU, ParallelismConfig(tp_size=2, dp_shard_size=2)))
@@ -179,7 +180,6 @@ def test_sharding_serves_tensor_context_and_sequence_parallelism():
         ({"fsdp_version": 1}, {"ep_size": 2, "tp_size": 2}, "ep_size=2, tp_size=2: fsdp_version=1 flattens parameters"),
         ({"cpu_ram_efficient_loading": True}, {"cp_size": 2}, "cp_size=2 with cpu_ram_efficient_loading=True"),
         ({"fsdp_version": 1}, {"sp_size": 2}, "sp_size=2: fsdp_version=1 flattens parameters"),
-        ({}, {"ep_size": 2, "sp_size": 2}, "ep_size=2, sp_size=2: .*nearest: ep_size=2 with dp_shard_size=2"),
         (
             {},
             {"sp_size": 2, "sp_handler": DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")},
