@@ -15,6 +15,7 @@ from accel_state import (
     TopologyError,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
 )
 
 sizes = st.sampled_from([1, 1, 2, 3])
@@ -127,6 +128,20 @@ def test_options_of_tensor_parallelism_without_effect_are_refused(values, messag
         TorchTensorParallelConfig(**values)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "tp_size=1 of TorchTensorParallelPlugin; expected a whole number above 1"),
+        ({"tp_size": 2.0}, "tp_size=2.0 of"),
+        ({"tp_size": True}, "tp_size=True of"),
+        ({"tp_size": 2, "torch_device_mesh": "mesh"}, r"torch_device_mesh='mesh': .*nearest: .*\(tp_size=2\) without"),
+    ],
+)
+def test_a_plugin_without_a_degree_or_with_a_mesh_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        TorchTensorParallelPlugin(**values)
+
+
 def test_the_backend_that_serves_an_axis_is_noted_unless_another_was_given():
     assert ParallelismConfig(sp_size=2).served_by("ring").sp_backend == "ring"
     assert ParallelismConfig(cp_size=2, cp_backend="ring").served_by("ring").cp_backend == "ring"
@@ -140,6 +155,10 @@ def test_only_deepspeeds_sequence_parallelism_builds_its_own_groups():
     assert ParallelismConfig(sp_size=2).fitted(4).dp_replicate_size == 2
     with pytest.raises(TopologyError, match="sp=2"):
         ParallelismConfig(sp_size=2).served_by("ring").fitted(4)
+    config = ParallelismConfig(sp_size=2, dp_shard_size=2)
+    assert config.dp_shard_cp_dim_names == config.dp_cp_dim_names == ["dp_shard"]
+    served = config.served_by("ring")
+    assert served.dp_shard_cp_dim_names == served.dp_cp_dim_names == ["dp_shard", "sp"]
 
 
 def test_sizes_come_from_the_environment_when_not_given(monkeypatch):
