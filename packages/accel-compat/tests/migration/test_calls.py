@@ -104,7 +104,7 @@ def test_what_means_the_same_gives_no_finding(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
-        (MADE.format("torch_tp_plugin=p"), "parallelism_config=ParallelismConfig(tp_size=...)"),
+        (MADE.format("megatron_lm_plugin=p"), "strategy=MegatronLMPlugin(...), of accel_megatron"),
         (MADE.format("fsdp_plugins=p"), "the nearest is fsdp_plugin"),
         ("from accelerate import DistributedType as D\nD.MULTI_GPUS\n", "the nearest is MULTI_GPU"),
         ("from accelerate.utils import set_seed\nset_seed(0, specific=True)\n", "device_specific"),

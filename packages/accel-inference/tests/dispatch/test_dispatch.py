@@ -261,3 +261,15 @@ def test_buffers_that_are_not_offloaded_keep_what_forwards_write(three_layers, o
         model(torch.randn(8, 3))
     remove_hook_from_submodules(model)
     assert int(model.batchnorm.num_batches_tracked) == 2
+
+
+def test_activations_are_for_an_inferred_map(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"device_map is \{'': 'cpu'\}; give one of auto, balanced"):
+        load_checkpoint_and_dispatch(model, tmp_path, {"": "cpu"}, activations={"0": 8})
+    for needed, place in ((8, "cpu"), (20, "disk")):  # beside 80 bytes of each layer
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        kwargs = {"max_memory": {"cpu": 172}, "offload_folder": tmp_path / "offload"}
+        load_checkpoint_and_dispatch(model, tmp_path, "sequential", activations={"0": needed}, **kwargs)
+        assert model.hf_device_map == {"": place}

@@ -187,3 +187,40 @@ def test_layers_divide_a_model_without_rest(model):
 def test_tied_names_are_one_parameter(model):
     for group in find_tied_parameters(model):
         assert len({id(model.get_parameter(name)) for name in group}) == 1
+
+
+def test_each_device_keeps_room_for_the_activations_of_its_modules():
+    model = named(a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4), d=nn.Linear(4, 4))  # 80 bytes each
+    budgets = {0: 240, 1: 240, "cpu": 1000}
+    assert infer_auto_device_map(model, budgets) == {"a": 0, "b": 0, "c": 1, "d": 1}
+    found = infer_auto_device_map(model, budgets, activations={"a": 10, "b": 70, "c": 10, "d": 120})
+    # The first device would compute what is offloaded: 80 bytes of a layer and 120 of activations leave 40.
+    assert found == {"a": 1, "b": 1, "c": "cpu", "d": "cpu"}
+
+
+@given(
+    activations=st.lists(st.integers(0, 400), min_size=4, max_size=4),
+    budgets=st.lists(st.integers(0, 900), min_size=2, max_size=2),
+)
+@settings(max_examples=60, deadline=None)
+def test_weights_and_activations_of_no_device_exceed_its_budget(activations, budgets):
+    model = named(**{name: nn.Linear(4, 4) for name in "abcd"})
+    needed = dict(zip("abcd", activations, strict=True))
+    found = infer_auto_device_map(model, {0: budgets[0], 1: budgets[1], "cpu": 10_000}, activations=needed)
+    for device in (0, 1):
+        here = [name for name in "abcd" if device_of(name, found) == device]
+        computing = [*here, *(name for name in "abcd" if device == 0 and device_of(name, found) == "cpu")]
+        if here:
+            assert 80 * len(here) + max(needed[name] for name in computing) <= budgets[device]
+
+
+@pytest.mark.parametrize(
+    ("activations", "said"),
+    [
+        ({"linear3": 5}, "activations names 'linear3'.*did you mean 'linear"),
+        ({"linear1": -1}, "'linear1' are -1 bytes"),
+    ],
+)
+def test_wrong_activations_are_named(three_layers, activations, said):
+    with pytest.raises(ValueError, match=said):
+        infer_auto_device_map(three_layers(), {0: 200}, activations=activations)

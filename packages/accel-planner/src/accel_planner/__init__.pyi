@@ -18,6 +18,7 @@ from accel_planner.measurement import Measured as Measured
 from accel_planner.measurement import MeasuredStep as MeasuredStep
 from accel_planner.measurement import measure as measure
 from accel_planner.profile.example_inputs import Batch as Batch
+from accel_planner.profile.forward_memory import forward_memory as forward_memory
 from accel_planner.profile.profile import ModelProfile as ModelProfile
 from accel_planner.profile.profiler import profile_model as profile_model
 from accel_planner.select import Decision as Decision

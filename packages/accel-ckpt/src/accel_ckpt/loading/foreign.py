@@ -18,8 +18,8 @@ def advice(names: Iterable[str]) -> str:
     else:
         weights = "its weights can be loaded into the model with torch.load and load_state_dict before prepare"
     return (
-        f"; Accelerate wrote it: {weights}; its optimizer, scheduler and random states are pickles, which are not read "
-        "(see docs/guides/checkpoints.md)"
+        "; Accelerate wrote it, and its states are pickles, which load_state does not read: accel ckpt import, of "
+        f"accel-compat, makes a checkpoint of the folder; {weights} (see docs/guides/checkpoints.md)"
     )
 
 

@@ -60,7 +60,7 @@ DIFFERENCES = (
     ),
     MigrationRule(
         "sp-loss",
-        "loss under `sp_size` (Ulysses)",
+        "loss under `sp_size` with DeepSpeed",
         "note",
         "backward weighs the loss of each rank by its tokens",
         "backward(loss, weight=1) for a loss that the script averages over the group",
@@ -235,6 +235,7 @@ DIFFERENCES = (
 
 _NUMBERS = "the numbers become those of one process; the source stays"
 _FASTER = "only memory, time or an error message differ; the source stays"
+_SERVED = "accel trains where Accelerate refuses; the source stays"
 _STARTED = "the command line decides, not the source"
 
 UNSEEN = {
@@ -243,6 +244,7 @@ UNSEEN = {
     "DDP and parameters that a step does not use": _NUMBERS,
     "a second backward of one forward under DDP, `trigger_sync_in_backward` after `no_sync`": _NUMBERS,
     "`break` out of a loader": _NUMBERS,
+    "`sp_size` without DeepSpeed": _SERVED,
     "torchrun on a CPU box": _STARTED,
     "`accel launch --cpu --num_processes 2`": _STARTED,
     "`num_processes` of `accel launch --tpu`": _STARTED,
@@ -258,7 +260,6 @@ UNSEEN = {
 
 ARGUMENTS = {
     ("Accelerator", "megatron_lm_plugin"): "strategy=MegatronLMPlugin(...), of accel_megatron",
-    ("Accelerator", "torch_tp_plugin"): "parallelism_config=ParallelismConfig(tp_size=...)",
     ("Accelerator", "logging_dir"): "project_config=ProjectConfiguration(logging_dir=...)",
     ("Accelerator", "fp16"): 'mixed_precision="fp16"',
     ("Accelerator", "dispatch_batches"): "dataloader_config=DataLoaderConfiguration(dispatch_batches=...)",

@@ -36,6 +36,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
     *,
     resident_bytes: int | None = None,
     mapped: bool = False,
+    activations: Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Loads a checkpoint into a model (built under :func:`init_empty_weights`, say) and dispatches it by a map.
 
@@ -44,8 +45,10 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
     loaded and returned without hooks. For the other arguments see :func:`load_checkpoint_in_model`,
     :func:`infer_auto_device_map` and :func:`dispatch_model`.
 
+    ``activations`` is for an inferred map only.
+
     Raises:
-        ValueError: ``device_map`` is another word, or lacks a module.
+        ValueError: ``device_map`` is another word, or lacks a module, or ``activations`` is given with a map.
         CheckpointMismatchError: the checkpoint lacks weights of the model.
     """
     if isinstance(device_map, str):
@@ -56,6 +59,12 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
             no_split_module_classes=no_split_module_classes,
             dtype=dtype,
             offload_buffers=offload_buffers,
+            activations=activations,
+        )
+    elif activations is not None:
+        raise ValueError(
+            f"activations are of use where a map is inferred, and device_map is {device_map!r}; give one of "
+            f"{', '.join(AUTOMATIC)}"
         )
     refuse_sharded(broadcast_from_rank0 or not full_state_dict)
     offloaded = load_weights(
@@ -105,6 +114,7 @@ def automatic_map(
     no_split_module_classes: str | Sequence[str] | None,
     dtype: str | torch.dtype | None,
     offload_buffers: bool = False,
+    activations: Mapping[str, int] | None = None,
 ) -> Mapping[str, DeviceName]:
     """The map that one of the words of :data:`AUTOMATIC` means for a model."""
     if way not in AUTOMATIC:
@@ -116,4 +126,6 @@ def automatic_map(
         max_memory = get_balanced_memory(
             model, max_memory, no_split_module_classes, dtype, low_zero=way == "balanced_low_0"
         )
-    return infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
+    return infer_auto_device_map(
+        model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers, activations=activations
+    )

@@ -1,8 +1,9 @@
 """Automatic device maps: modules in their order, each on the first device that has room for it."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from logging import getLogger
 from warnings import warn
 
@@ -19,6 +20,7 @@ from accel_inference.placement.sizes import (
     direct_parts,
     get_max_layer_size,
     is_divisible,
+    layers,
     unsplittable_classes,
 )
 from accel_state.enums import CustomDtype
@@ -37,6 +39,8 @@ def infer_auto_device_map(  # noqa: PLR0913  (the signature that users know)
     clean_result: bool = True,
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
+    *,
+    activations: Mapping[str, int] | None = None,
 ) -> "OrderedDict[str, DeviceName]":
     """Places the modules of a model on accelerators, the host and the disk, in this order; the model may be meta.
 
@@ -46,10 +50,19 @@ def infer_auto_device_map(  # noqa: PLR0913  (the signature that users know)
     parameters go to one device. A tensor takes the bytes that :func:`compute_module_sizes` says for ``dtype`` and
     ``special_dtypes``; the disk takes any number.
 
+    ``activations``: for each module by name, the bytes beside weights that are live while it computes, as
+    ``accel_planner.forward_memory`` finds them with a sample of the inputs. Each device that computes then keeps room
+    for the largest of its modules; that of offloaded modules is on the first accelerator. Without them budgets are for
+    weights only. A module has the largest of the entries at and inside it, or else that of the nearest one above.
+
     ``fallback_allocation``: a device that would stay empty takes the first later module that it has room for.
     ``clean_result=False`` keeps an entry for each placed module. A warning says when buffers of offloaded modules,
     which stay on an accelerator unless ``offload_buffers``, have room on none.
+
+    Raises:
+        ValueError: ``activations`` names a module that the model does not have, or has negative bytes.
     """
+    _check_activations(model, activations or {})
     budgets = get_max_memory(max_memory)
     budgets.setdefault("disk", 0)
     if check_tied_parameters_in_config(model) and not find_tied_parameters(model):
@@ -62,6 +75,7 @@ def infer_auto_device_map(  # noqa: PLR0913  (the signature that users know)
         unsplittable=unsplittable_classes(no_split_module_classes),
         fallback=fallback_allocation,
         queue=direct_parts("", model),
+        activations=activations or {},
     )
     placement.run()
     placement.report(verbose=verbose, offload_buffers=offload_buffers)
@@ -80,6 +94,7 @@ class _Placement:
     unsplittable: tuple[str, ...]
     fallback: bool
     queue: list[Part]
+    activations: Mapping[str, int]
     turn: int = 0
     device_map: dict[str, DeviceName] = field(default_factory=dict)
     placed: list[Part] = field(default_factory=list)
@@ -103,7 +118,8 @@ class _Placement:
         device = self.devices[self.turn]
         tied = self._tied_with(name)
         together_names = {name, *(other for other, _ in tied)}
-        room = self._room(device, [part for part in self.queue if part[0] not in together_names])
+        others = [part for part in self.queue if part[0] not in together_names]
+        room = self._room(device, others, placing=together_names)
         alone = self.sizes[name]
         together = alone + sum(self.sizes[other] - self._tied_bytes(name, other) for other, _ in tied)
         if room is None or together <= room:
@@ -124,14 +140,37 @@ class _Placement:
         self.used[device] += size
         self.device_map.update(dict.fromkeys(names, device))
 
-    def _room(self, device: DeviceName, others: Sequence[Part]) -> int | None:
-        """Free bytes of a device, None for any number; where layers are loaded, the largest of ``others`` has room."""
+    def _room(self, device: DeviceName, others: Sequence[Part], *, placing: Collection[str] = ()) -> int | None:
+        """Free bytes of a device, None for any number; where layers are loaded, the largest of ``others`` has room.
+
+        So have the activations of the modules that compute there, with those of the parts that are being placed.
+        """
         if device == "disk":
             return None
-        reserved = 0
+        reserved = self._working_memory(device, others, placing)
         if device in self._loading_devices():
-            reserved = get_max_layer_size(others, self.sizes, self.unsplittable)[0]
+            reserved += get_max_layer_size(others, self.sizes, self.unsplittable)[0]
         return self.budgets[device] - reserved - self.used[device]
+
+    def _working_memory(self, device: DeviceName, others: Sequence[Part], placing: Collection[str]) -> int:
+        """Bytes of activations of the module that needs the most of those that compute on a device.
+
+        The first device computes what is offloaded, too, which may be each of ``others``.
+        """
+        if not self.activations or (device == "cpu" and self.accelerators):
+            return 0
+        computing = {name for name, where in self.device_map.items() if where == device} | set(placing)
+        if device == self.devices[0]:
+            leaves = layers(others, self.unsplittable)
+            computing |= {name for name, where in self.device_map.items() if where in HOST_DEVICES}
+            computing |= {name for name, _ in leaves}
+        return max((self._activations_of(name) for name in computing), default=0)
+
+    def _activations_of(self, name: str) -> int:
+        inside = [size for module, size in self.activations.items() if _holds(name, module)]
+        while not inside and name and name not in self.activations:
+            name = name.rpartition(".")[0]
+        return max(inside, default=self.activations.get(name, 0))
 
     def _loading_devices(self) -> tuple[DeviceName, ...]:
         if "mps" in self.budgets:
@@ -171,10 +210,13 @@ class _Placement:
         room = self._room(device, self.queue)
         if not self.fallback or self.used[device] or room is None:
             return False
+        kept = self._working_memory(device, self.queue, ())
         level: list[tuple[Part, list[Part]]] = [(part, [part]) for part in self.queue]
         while level:
             for (name, module), path in level:
-                if 0 < self.sizes[name] <= room and not isinstance(module, Tensor) and self._fits_with_ties(name, room):
+                needed = self.sizes[name] + max(0, self._activations_of(name) - kept)
+                fits = self.sizes[name] > 0 and needed <= room
+                if fits and not isinstance(module, Tensor) and self._fits_with_ties(name, room):
                     self._isolate(path)
                     return True
             level = [
@@ -222,6 +264,19 @@ class _Placement:
                 "any accelerator's remaining memory. Pass offload_buffers=True to offload them as well.",
                 stacklevel=5,
             )
+
+
+def _check_activations(model: nn.Module, activations: Mapping[str, int]) -> None:
+    names = {name for name, _ in model.named_modules()}
+    for name, size in activations.items():
+        if name not in names:
+            nearest = get_close_matches(name, names, 1)
+            raise ValueError(
+                f"activations names {name!r}, which {type(model).__name__} does not have"
+                + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+            )
+        if size < 0:
+            raise ValueError(f"activations of {name!r} are {size} bytes; expected a number from 0")
 
 
 def _holds(module: str, parameter: str) -> bool:

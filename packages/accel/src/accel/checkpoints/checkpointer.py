@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
 from accel.checkpoints.project_checkpoints import ProjectCheckpoints
 from accel.checkpoints.restore import Restoration, restore_local
-from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, USER_KEY, RunDescription
+from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription
 from accel.checkpoints.train_state import (
     LoaderState,
     ModelState,
@@ -380,6 +380,8 @@ class Checkpointer:
         dropped = [model for model in self._prepared.models if not any(model is kept for kept in models)]
         parts = self.train_state(options)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
+        kinds = checkpoint.metadata.get(UNKNOWN_KEY) or ()
+        ignored |= {name for name in parts if name.split("_")[0] in kinds and name not in checkpoint.names}
         # Without strict, a checkpoint may lack parameters, which would keep the values of a damaged one that was read
         # before.
         strategy = self._strategy

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 VERSION_KEY, USER_KEY, COMPANIONS_KEY, SEED_KEY = "accel", "user", "companions", "seed"
+UNKNOWN_KEY = "unknown"
+"""Kinds of parts that the writer of a checkpoint had no record of; a run that loads it keeps its own."""
 CONFIG_KEY, TOPOLOGY_KEY, STRATEGY_KEY, NUMBERS_KEY = "config", "topology", "strategy", "numbers"
 _TOPOLOGY = ("world_size", "local_world_size", "num_nodes", "launcher")
 _PRECISION, _STEPS = "mixed_precision", "gradient_accumulation_steps"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from accel_launch.cli.ckpt.export import export
+from accel_launch.cli.ckpt.importing import import_checkpoint
 from accel_launch.cli.ckpt.options import PLACE
 from accel_launch.cli.ckpt.reshard import reshard
 from accel_launch.cli.ckpt.upkeep import prune, repair
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 @click.group()
 def ckpt() -> None:
-    """List, check, compare, export, reshard and remove checkpoints."""
+    """List, check, compare, export, import, reshard and remove checkpoints."""
 
 
 ckpt.add_command(export)
+ckpt.add_command(import_checkpoint)
 ckpt.add_command(prune)
 ckpt.add_command(reshard)
 ckpt.add_command(repair)

@@ -1,0 +1,122 @@
+"""Folders of torch's distributed checkpoints, read in full and with a closed unpickler, without model or ranks."""
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+from accel_compat.checkpoints.pickles import load
+from accel_state.errors import CheckpointError
+
+_ALLOWED = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "torch.serialization")
+_PLAIN = frozenset(
+    (
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("collections", "OrderedDict"),
+        ("builtins", "set"),
+        ("pathlib", "PosixPath"),
+    )
+)
+
+
+class _ClosedUnpickler(pickle.Unpickler):
+    """Unpickler of ``.metadata``: records of torch's distributed checkpoints, sizes and dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_layout = module == "torch.serialization" and name == "_get_layout"
+        is_record = module in _ALLOWED[:2] and name.lstrip("_")[:1].isupper()
+        if is_dtype or is_layout or is_record or (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+@final
+class _ClosedReader(FileSystemReader):
+    """Reader whose metadata executes nothing."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        place = Path(self.path) / ".metadata"
+        try:
+            with open(place, "rb") as file:
+                found = _ClosedUnpickler(file).load()
+        except OSError as error:
+            raise CheckpointError(f"{place} cannot be read: {error.strerror}") from error
+        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{place} holds more than the records of shards: {error}") from error
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{place} is a {type(found).__name__}; expected the records of shards")
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+@final
+class _ClosedPlanner(DefaultLoadPlanner):
+    """Planner that reads values other than tensors as all files of states are read."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.plain: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.plain[read_item.dest_index.fqn] = load(value)
+
+
+def read_shards(folder: Path) -> dict[str, Any]:
+    """Returns all values of a folder, with full tensors in host memory.
+
+    Raises:
+        CheckpointError: the folder is damaged, or holds more than tensors and plain values.
+    """
+    reader = _ClosedReader(folder)
+    facts = reader.read_metadata()
+    flat: dict[str, Any] = {}
+    for name, one in facts.state_dict_metadata.items():
+        if isinstance(one, TensorStorageMetadata):
+            flat[name] = torch.empty(one.size, dtype=one.properties.dtype)
+        elif isinstance(one, BytesStorageMetadata):
+            flat[name] = None
+    planner = _ClosedPlanner()
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a load without a process group
+            load_shards(flat, storage_reader=reader, planner=planner, no_dist=True)
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    return _nested({**flat, **planner.plain}, facts.planner_data or {})
+
+
+def _nested(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Rebuilds the tree; ``paths`` has the keys of each value."""
+    root: dict[str, Any] = {}
+    for name, value in flat.items():
+        here: Any = root
+        path = paths.get(name, (name,))
+        for key, following in pairwise(path):
+            here = _child(here, key, [] if isinstance(following, int) else {})
+        _put(here, path[-1], value)
+    return root
+
+
+def _child(here: Any, key: Any, new: Any) -> Any:
+    if isinstance(here, list):
+        here.extend([None] * (key + 1 - len(here)))
+        if here[key] is None:
+            here[key] = new
+        return here[key]
+    return here.setdefault(key, new)
+
+
+def _put(here: Any, key: Any, value: Any) -> None:
+    if isinstance(here, list):
+        here.extend([None] * (key + 1 - len(here)))
+    here[key] = value
