@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
         (gpt2, "sp:2/fp64/acc=2/weighted"),
         (llama, "sp:2/dp_shard:2/fp64/acc=2/short"),
         pytest.param(llama, "sp:2/fp64/acc=2/weighted", marks=pytest.mark.slow),
-        (balanced_mixtral, "sp:2/fp64"),
+        pytest.param(balanced_mixtral, "sp:2/fp64", marks=pytest.mark.slow),
         pytest.param(balanced_mixtral, "cp:2/fp64", marks=pytest.mark.slow),
         pytest.param(balanced_mixtral, "sp:2/dp_shard:2/fp64", marks=pytest.mark.slow),
         pytest.param(llama, "sp:4/fp64/acc=2", marks=pytest.mark.slow),
