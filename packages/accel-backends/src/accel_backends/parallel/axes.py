@@ -136,7 +136,6 @@ class ModelAxes:
         """
         if self._expert > 1:
             from accel_backends.parallel.expert_parallel import apply_expert_parallel
-            from accel_backends.parallel.router_loss import sum_router_loss
 
             def values(parameter: torch.Tensor) -> torch.Tensor:
                 full = parameter.detach().to(device)
@@ -144,6 +143,9 @@ class ModelAxes:
                 return full
 
             apply_expert_parallel(model, self._mesh("ep"), values=values, capacity=self.capacity)
+        if self._expert > 1 or self._sequence is not None:
+            from accel_backends.parallel.router_loss import sum_router_loss
+
             sum_router_loss(model, self._run.session.group)
         if self._tensor > 1:
             from accel_backends.parallel.tensor_parallel import apply_tensor_parallel

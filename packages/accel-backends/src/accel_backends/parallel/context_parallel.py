@@ -92,8 +92,8 @@ class Context:
 
         Every tensor with the length of ``input_ids`` (or ``inputs_embeds``) in dim 1 is sharded; others are kept.
         ``position_ids`` are added. Labels become ``shift_labels``, because the next token of a chunk's last one is on
-        another rank; ``labels`` are the same tensor, since transformers' models compute a loss only with them. With
-        ``ulysses``, ``attention_mask`` stays full where it has zeros (padding).
+        another rank; ``labels`` are the same tensor, since transformers' models compute a loss only with them. An
+        ``attention_mask`` without zeros (padding) is left out.
 
         Raises:
             PrepareError: no sequences, a length that is not ``length`` or does not divide, padding that attention would
@@ -105,8 +105,9 @@ class Context:
         length = first.shape[1]
         if self.length not in (None, length):
             raise PrepareError(f"sequences of {length} tokens, and sp_seq_length says that all have {self.length}")
-        mask = self._padding(batch.get("attention_mask"), length)
         full = {key: value for key, value in batch.items() if key != "attention_mask"}
+        if (mask := self._padding(batch.get("attention_mask"), length)) is not None:
+            full["attention_mask"] = mask
         if "position_ids" in full:
             self._check_positions(full["position_ids"])
         else:  # not checked, because that waits for the device
@@ -115,8 +116,7 @@ class Context:
             full["shift_labels"] = _shifted(full["labels"])
         if "shift_labels" in full:
             full["labels"] = full["shift_labels"]
-        shard = {key: self.shard(value) if _has_length(value, length) else value for key, value in full.items()}
-        return shard if mask is None else {**shard, "attention_mask": mask}
+        return {key: self.shard(value) if _has_length(value, length) else value for key, value in full.items()}
 
     def attention(
         self,

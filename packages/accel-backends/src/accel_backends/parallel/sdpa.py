@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accel_backends.parallel.attention.exchanged import nearest_degree
+from accel_backends.parallel.attention.exchanged import gathered_padding, nearest_degree
 from accel_backends.parallel.context_parallel import Context
 from accel_state.errors import BackendError, PrepareError
 
@@ -142,18 +142,14 @@ def _transformers_attention(context: Context) -> Callable[..., tuple[torch.Tenso
 def _transformers_mask(context: Context) -> Callable[..., torch.Tensor | None]:
     """Takes the place of transformers' construction of masks: attention itself is causal, and gets padding only."""
 
-    def mask(
-        *args: Any, attention_mask: torch.Tensor | None = None, q_length: int = 0, **options: Any
-    ) -> torch.Tensor | None:
+    def mask(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor | None:
         if options.get("local_size") is not None:
             raise BackendError(
                 f"{context.kind} attention with a window of {options['local_size']} tokens; nearest: {context.without}"
             )
-        if attention_mask is None:
-            return None
-        if context.method == "ulysses" and attention_mask.shape[-1] == q_length * context.mesh.size():
-            return attention_mask
-        if bool(attention_mask.all()):
+        if attention_mask is not None and context.method == "ulysses":
+            return gathered_padding(attention_mask, context.group)
+        if attention_mask is None or bool(attention_mask.all()):
             return None
         raise BackendError(
             f"{context.kind} attention with padding (attention_mask has zeros); nearest: pad on the right, leave "

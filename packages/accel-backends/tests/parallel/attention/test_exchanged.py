@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from accel_backends.parallel.attention.exchanged import nearest_degree
+from accel_backends.parallel.attention.exchanged import gathered_padding, nearest_degree
 from accel_backends.parallel.context_parallel import Context
 from accel_state.errors import BackendError, PrepareError
 
@@ -81,7 +81,8 @@ def test_batches_and_heads_that_do_not_fit_are_refused(rank):
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
     shard = sp.shard_batch({"input_ids": ids, "attention_mask": mask})
-    assert torch.equal(shard["attention_mask"], mask)
+    assert torch.equal(shard["attention_mask"], mask.chunk(2, 1)[rank])
+    assert torch.equal(gathered_padding(shard["attention_mask"], sp.group), mask.bool())
     assert torch.equal(shard["position_ids"], torch.arange(8).expand(2, 8) + 8 * rank)
     with pytest.raises(PrepareError, match=r"attention_mask of shape \(2, 1, 16, 16\); expected \(batch, 16\)"):
         sp.shard_batch({"input_ids": ids, "attention_mask": torch.zeros(2, 1, 16, 16)})

@@ -59,6 +59,18 @@ def exchanged_attention(
     return _tokens_for_heads(output, size, group)
 
 
+def gathered_padding(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Mask of full sequences (batch, tokens), from the masks of the tokens of all ranks.
+
+    Collective: every rank of the group must call this.
+    """
+    size = dist.get_world_size(group)
+    masks = shard.new_empty(size * shard.shape[0], *shard.shape[1:], dtype=torch.uint8)
+    dist.all_gather_into_tensor(masks, shard.to(torch.uint8).contiguous(), group=group)
+    full: torch.Tensor = masks.unflatten(0, (size, -1)).movedim(0, 1).flatten(1, 2)
+    return full.bool()
+
+
 def nearest_degree(heads: int, size: int) -> int:
     """Largest number of ranks up to ``size`` that divides the heads."""
     return next(ranks for ranks in range(min(heads, size), 0, -1) if heads % ranks == 0)
