@@ -33,8 +33,20 @@ def test_a_module_that_accelerate_lacks_is_not_found():
 
 def test_a_name_without_a_counterpart_is_refused_when_it_is_used():
     absent = importlib.import_module("accelerate.utils").MegatronLMPlugin
-    with pytest.raises(RuntimeError, match="MegatronLMPlugin of Accelerate has no counterpart"):
+    with pytest.raises(RuntimeError, match=r"MegatronLMPlugin of Accelerate has no counterpart.*accel-megatron has"):
         absent()
+    with pytest.raises(RuntimeError, match=r"prepare_pippy of Accelerate has no counterpart.*evaluation_mode=True"):
+        importlib.import_module("accelerate").prepare_pippy(None)
+
+
+def test_megatron_is_refused_with_its_backend(monkeypatch):
+    from accelerate import Accelerator
+
+    with pytest.raises(RuntimeError, match=r"megatron_lm_plugin: .*strategy=MegatronLMPlugin"):
+        Accelerator(megatron_lm_plugin=object())
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    with pytest.raises(RuntimeError, match="ACCELERATE_USE_MEGATRON_LM: "):
+        Accelerator(cpu=True)
 
 
 def test_uninstalling_removes_the_modules():

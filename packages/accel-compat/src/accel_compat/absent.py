@@ -2,11 +2,12 @@
 
 from typing import Any, NoReturn
 
+from accel.absent import advice
+
 
 def _refuse(name: str) -> NoReturn:
-    raise RuntimeError(
-        f"{name} of Accelerate has no counterpart in accel; the page docs/reference/differences.md lists what to use instead"
-    )
+    instead = advice(name).removeprefix(", which Accelerate has: ") or "see docs/reference/differences.md"
+    raise RuntimeError(f"{name} of Accelerate has no counterpart in accel-compat; with accel itself: {instead}")
 
 
 def __getattr__(name: str) -> Any:

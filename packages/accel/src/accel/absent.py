@@ -6,8 +6,8 @@ PAGE = "docs/reference/differences.md"
 """The page that lists all of these names, with reasons."""
 
 _LARGE = (
-    "pipelines of inference are not served; dispatch_model and load_checkpoint_and_dispatch serve models larger than "
-    "memory"
+    "prepare_model(model, evaluation_mode=True) under ParallelismConfig(pp_size=...) computes a causal language model "
+    "in stages; dispatch_model and load_checkpoint_and_dispatch serve models larger than memory"
 )
 _MEGATRON = "accel-megatron has MegatronLMPlugin, for strategy=; the loop is the ordinary one"
 _FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"

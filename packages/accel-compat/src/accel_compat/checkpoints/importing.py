@@ -95,6 +95,11 @@ def _notes(found: AccelerateFolder, unknown: Sequence[str]) -> tuple[str, ...]:
             f"Accelerate moved the schedule {ranks} times per optimizer step, unless split_batches was set: load it into "
             'an Accelerator(scheduler_steps="per_process")'
         )
+    if len(found.optimizers) < len(found.models) and found.layout == "deepspeed":
+        notes.append(
+            "DeepSpeed's stage 0 saves an optimizer without names of its parameters, which is not imported: load with "
+            "load_state(parts=...)"
+        )
     if "scheduler" in unknown:
         notes.append("a schedule inside of DeepSpeed's engine is not imported: one that the run has starts anew")
     return tuple(notes)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from shutil import which
 from typing import Any
 
-from accel_compat.absent import PrepareForLaunch as PrepareForLaunch
 from accel_compat.absent import _filter_args as _filter_args
 from accel_compat.absent import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
 from accel_compat.absent import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accel_compat.absent import prepare_tpu as prepare_tpu
 from accel_compat.commands.argument_parser import given_settings
+from accel_compat.commands.prepared_launch import PrepareForLaunch as PrepareForLaunch
 from accel_launch.cli.options import config_from
 from accel_launch.config.model import AccelConfig
 from accel_launch.launch.supervisor.ports import DEFAULT_PORT, reserved_port

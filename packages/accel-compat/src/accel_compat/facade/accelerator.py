@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_compat.facade.backend import open_backend
-from accel_compat.facade.plugins import chosen_plugins, handlers_by_field
+from accel_compat.facade.plugins import chosen_plugins, handlers_by_field, refuse_megatron
 from accel_compat.facade.preparing import PreparingMethods
 from accel_compat.facade.process import ProcessMethods
 from accel_compat.facade.saving import SavingMethods
@@ -76,6 +76,7 @@ class CompatAccelerator(
             raise ValueError("You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one.")
         dynamo = CompatDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else dynamo_plugin
         parallelism_config = degrees_with_plugin(parallelism_config, torch_tp_plugin)
+        refuse_megatron(megatron_lm_plugin)
         deepspeed, fsdp_plugin = chosen_plugins(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, parallelism_config)
         fields = handlers_by_field(kwargs_handlers or [])
         for name, handler in fields.items():

@@ -56,6 +56,20 @@ def handlers_by_field(handlers: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
+def refuse_megatron(plugin: Any) -> None:
+    """Refuses Megatron-LM, which trains through accel's own Accelerator only.
+
+    Raises:
+        RuntimeError: a plugin is given, or the environment asks for it.
+    """
+    asked = "megatron_lm_plugin" if plugin is not None else "ACCELERATE_USE_MEGATRON_LM"
+    if plugin is not None or parse_flag_from_env(asked):
+        raise RuntimeError(
+            f"{asked}: Accelerate's loop of Megatron-LM, in which backward and step do nothing, is not offered; with accel "
+            "itself: Accelerator(strategy=MegatronLMPlugin(...)) with the plugin of accel_megatron, in the ordinary loop"
+        )
+
+
 def chosen_plugins(deepspeed: Any, several: Any, fsdp: Any, parallelism: Any = None) -> tuple[Any, Any]:
     """Returns DeepSpeed's and FSDP's options: given ones, or those that the environment or the degrees ask for.
 

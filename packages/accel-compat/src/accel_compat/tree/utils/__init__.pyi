@@ -40,7 +40,7 @@ from accel.utils.constants import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
 from accel.utils.dataclasses import ParallelismConfig as ParallelismConfig
 from accel.utils.dataclasses import PrecisionType as PrecisionType
 from accel_inference import PrefixedDataset as PrefixedDataset
-from accel_compat.absent import PrepareForLaunch as PrepareForLaunch
+from accel_compat.commands.prepared_launch import PrepareForLaunch as PrepareForLaunch
 from accel_compat.options.handlers import CompatProfileKwargs as ProfileKwargs
 from accel_compat.options.handlers import CompatProjectConfiguration as ProjectConfiguration
 from accel.utils.dataclasses import RNGType as RNGType
