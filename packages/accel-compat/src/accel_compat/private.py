@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses."""
+"""Private names of torch and DeepSpeed that this package uses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,3 +37,14 @@ def sampler_length(sampler: Any) -> int | None:
     """Number of samples that a RandomSampler was told to draw, which torch has no public name for; None: all."""
     count: int | None = sampler._num_samples
     return count
+
+
+def publish_sequence_group(group: Any) -> None:
+    """Makes DeepSpeed's functions return a sequence-parallel group to scripts, which look there for it.
+
+    The size that DeepSpeed knows stays 1, because accel's engines average gradients over all ranks.
+    """
+    from deepspeed.utils import groups
+
+    groups._get_sequence_parallel_group = lambda: group
+    groups._get_sequence_parallel_rank = group.rank

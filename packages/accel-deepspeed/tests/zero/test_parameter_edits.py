@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,12 +61,12 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return result
 
 
-def plain(edit: Callable[[nn.Module], None], *, frozen: bool = False, steps: int = 4) -> nn.Module:
-    """What one process makes of these steps, with ``edit`` before each."""
+def plain(edit: Callable[[nn.Module], None], *, frozen: bool = False, steps: int = 4, passes: int = 1) -> nn.Module:
+    """What one process makes of these steps, ``passes`` times, with ``edit`` before each."""
     model = small()
     model[0].requires_grad_(not frozen)  # type: ignore[index]
     optimizer = momentum(model)
-    for step in range(steps):
+    for step in [*range(steps)] * passes:
         edit(model)
         (sum(loss_of(model, rank, step) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
         optimizer.step()
@@ -246,3 +247,19 @@ def test_gradients_that_ranks_have_in_parts_may_be_deleted(rank: int, world_size
         backend.step(optimizer)
         assert_alike(backend, model, plain(lambda model: None, steps=1))
     assert not any("_accel_name" in vars(parameter) for parameter in model.parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "where"), CASES)
+def test_an_engine_goes_on_from_a_checkpoint_that_deepspeed_wrote(
+    rank: int, world_size: int, stage: int, where: str, tmp_path: Path
+) -> None:
+    with engine(stage, where) as (backend, model, optimizer):
+        train(backend, model, optimizer, rank, lambda _: None)
+        backend.export_native(model, str(tmp_path), "four")
+    with engine(stage, where) as (backend, model, optimizer):
+        model.load_checkpoint(str(tmp_path), "four")  # type: ignore[operator]
+        train(backend, model, optimizer, rank, lambda _: None)
+        assert_alike(backend, model, plain(lambda _: None, passes=2))
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.module.load_state_dict({name: torch.empty(0) for name in small().state_dict()})  # type: ignore[union-attr,operator]

@@ -62,6 +62,7 @@ from accel_state.logging import get_logger as get_logger
 from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from accel_state.parallelism.axis_options import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.parallelism.axis_options import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accel_state.parallelism.axis_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_state.parallelism.config import MESH_AXES as MESH_AXES
 from accel_state.parallelism.config import DataShard as DataShard
 from accel_state.parallelism.config import ParallelismConfig as ParallelismConfig

@@ -15,6 +15,7 @@ from accel_state import (
     TopologyError,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
 )
 
 sizes = st.sampled_from([1, 1, 2, 3])
@@ -125,6 +126,20 @@ def test_impossible_degrees_are_refused(values, message):
 def test_options_of_tensor_parallelism_without_effect_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         TorchTensorParallelConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "tp_size=1 of TorchTensorParallelPlugin; expected a whole number above 1"),
+        ({"tp_size": 2.0}, "tp_size=2.0 of"),
+        ({"tp_size": True}, "tp_size=True of"),
+        ({"tp_size": 2, "torch_device_mesh": "mesh"}, r"torch_device_mesh='mesh': .*nearest: .*\(tp_size=2\) without"),
+    ],
+)
+def test_a_plugin_without_a_degree_or_with_a_mesh_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        TorchTensorParallelPlugin(**values)
 
 
 def test_the_backend_that_serves_an_axis_is_noted_unless_another_was_given():

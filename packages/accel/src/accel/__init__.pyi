@@ -34,6 +34,7 @@ from accel_precision import PrecisionPolicy as PrecisionPolicy
 from accel_state import AccelError as AccelError
 from accel_state import DistributedType as DistributedType
 from accel_state import ParallelismConfig as ParallelismConfig
+from accel_state import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_state import find_executable_batch_size as find_executable_batch_size
 from accel_state import synchronize_rng_states as synchronize_rng_states
 

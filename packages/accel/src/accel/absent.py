@@ -35,7 +35,6 @@ _INSTEAD = {
         "commands PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
-    "ParallelismConfig(tp_size=...) shards layers over ranks": "TorchTensorParallelPlugin",
     "the package accel_testing tests programs here": "test_utils",
     "accel config default writes such a file": "write_basic_config",
     "set the field cpu_ram_efficient_loading of FullyShardedDataParallelPlugin": (

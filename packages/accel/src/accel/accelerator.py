@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from accel_deepspeed import DeepSpeedPlugin
     from accel_observe.tracking.registry import LogWith
     from accel_precision import AutocastKwargs, PrecisionPolicy
-    from accel_state import ParallelismConfig
+    from accel_state import ParallelismConfig, TorchTensorParallelPlugin
 
 
 @final
@@ -68,6 +68,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         fsdp_plugin: options with which parameters, gradients and optimizer states are sharded.
         deepspeed_plugin: train with DeepSpeed: options, a mapping of them, or DeepSpeed's own configuration.
         deepspeed_plugins: several plugins by name; ``select_deepspeed_plugin`` selects one, initially the first.
+        torch_tp_plugin: degree of tensor parallelism, where ``parallelism_config`` does not give it.
         activation_checkpointing: recompute activations in backward, with any strategy: True, or which blocks and how.
         scheduler_steps: ``"per_step"`` steps a schedule once per optimizer step, ``"per_process"`` once per process.
         debug: verify every collective on all ranks before it runs.
@@ -100,6 +101,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         fsdp_plugin: "FullyShardedDataParallelPlugin | Mapping[str, Any] | None" = None,
         deepspeed_plugin: "DeepSpeedPlugin | Mapping[str, Any] | None" = None,
         deepspeed_plugins: "Mapping[str, DeepSpeedPlugin | Mapping[str, Any]] | None" = None,
+        torch_tp_plugin: "TorchTensorParallelPlugin | None" = None,
         activation_checkpointing: "bool | ActivationCheckpointing | None" = None,
         scheduler_steps: SchedulerSteps = "per_step",
         debug: bool | None = None,
@@ -129,6 +131,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
                 "fsdp_plugin": fsdp_plugin,
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
+                "torch_tp_plugin": torch_tp_plugin,
             },
         )
         options = PreparationOptions(

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.utils import TorchContextParallelConfig, TorchTensorParallelConfig
-from accel_state import ParallelismConfig, PrepareError
+from accel.utils import TorchContextParallelConfig, TorchTensorParallelConfig, TorchTensorParallelPlugin
+from accel_state import ParallelismConfig, PrepareError, TopologyError
 from accel_testing import RankPool
 from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, tiny_mixtral, with_exact_loss
 from accel_testing.equivalence.compare import assert_close_state
@@ -128,6 +128,11 @@ def test_an_unchanged_loop_trains_as_one_process(
     for axis in ("tp", "cp"):
         if f"{axis}_size" in degrees:
             assert f"{axis}=2" in found[0]["explained"]
+
+
+def test_the_plugin_of_tensor_parallelism_is_a_degree() -> None:
+    with pytest.raises(TopologyError, match=r"\(tp=2\) needs 2 processes, which does not match num_processes=1"):
+        Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
 
 
 EXPERTS: dict[str, Degrees] = {

@@ -10,10 +10,11 @@ from accel.setup.resolve_strategy import ResolvedStrategy, requested, resolve
 from accel_backends import BackendConfig, DDPConfig, FSDPConfig, installed_backends
 from accel_launch.config import resolve_config
 from accel_planner.auto import AutoStrategy
-from accel_state import BackendError, ConfigError, ParallelismConfig, TopologyError
+from accel_state import BackendError, ConfigError, ParallelismConfig, TopologyError, TorchTensorParallelPlugin
 from accel_state.environment import clear_environment
 
-PLUGINS = {"fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins"}
+PLUGINS = {"fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "torch_tp_plugin"}
+TP2 = TorchTensorParallelPlugin(tp_size=2)
 
 
 def strategy_of(
@@ -57,6 +58,14 @@ def strategy_of(
         ),
         ({"deepspeed_plugins": {"a": {"zero_stage": 0}, "b": {}}}, "deepspeed", {"dp_replicate_size": 2}),
         ({"degrees": ParallelismConfig(tp_size=2)}, "fsdp", {"tp_size": 2}),
+        ({"torch_tp_plugin": TP2}, "fsdp", {"tp_size": 2}),
+        ({"torch_tp_plugin": TP2, "degrees": ParallelismConfig(tp_size=2)}, "fsdp", {"tp_size": 2}),
+        (
+            {"torch_tp_plugin": TP2, "env": {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "ranks": 4},
+            "fsdp",
+            {"tp_size": 2, "dp_shard_size": 2},
+        ),
+        ({"torch_tp_plugin": TP2, "env": {"ACCELERATE_USE_FSDP": "true"}}, "fsdp", {"tp_size": 2}),
         ({"degrees": ParallelismConfig(cp_size=2)}, "fsdp", {"cp_size": 2, "cp_backend": "fsdp"}),
         ({"handler": DDPConfig(static_graph=True)}, "ddp", {"dp_replicate_size": 2}),
         ({"handler": DDPConfig(), "ranks": 1}, "single", {}),
@@ -68,6 +77,11 @@ def test_what_requests_a_strategy(call: dict[str, Any], backend: str, sizes: dic
     assert found.resolution.parallelism == ParallelismConfig(**sizes)  # type: ignore[arg-type]
     assert found.choice.reasons
     assert found.auto is None
+
+
+def test_the_degree_of_a_plugin_is_a_setting_with_its_origin() -> None:
+    stated = strategy_of(torch_tp_plugin=TP2).resolution.implied["parallelism_config_tp_size"]
+    assert (stated.value, stated.origin) == (2, "torch_tp_plugin (call)")
 
 
 def test_options_of_a_handler_reach_the_backend_that_they_are_for() -> None:
@@ -124,6 +138,16 @@ def test_options_of_a_handler_reach_the_backend_that_they_are_for() -> None:
             "sp_backend='ring', and the strategy that serves sp_size=2 is 'deepspeed'",
         ),
         ({"deepspeed_plugins": {}}, "deepspeed_plugins is empty"),
+        (
+            {"torch_tp_plugin": TP2, "degrees": ParallelismConfig(dp_shard_size=2)},
+            r"tp_size=1 \(parallelism_config\), and torch_tp_plugin \(call\) says 2; make them agree",
+        ),
+        (
+            {"torch_tp_plugin": TP2, "env": {"PARALLELISM_CONFIG_TP_SIZE": "4"}},
+            r"parallelism_config_tp_size=4 \(env PARALLELISM_CONFIG_TP_SIZE\), and torch_tp_plugin \(call\) says 2",
+        ),
+        ({"torch_tp_plugin": 2}, r"torch_tp_plugin is 2; .*nearest: TorchTensorParallelPlugin\(tp_size=2\)"),
+        ({"torch_tp_plugin": TP2, "strategy": "ddp"}, "tp_size=2: backend 'ddp' .*nearest: strategy='fsdp'"),
         (
             {"strategy": "ddp", "degrees": ParallelismConfig(pp_size=2)},
             "pp_size=2: backend 'ddp' .*; nearest: strategy='pipeline'",

@@ -21,6 +21,7 @@ from accel_compat.options.handlers import (
     CompatProjectConfiguration,
     DataLoaderConfiguration,
 )
+from accel_compat.options.tensor_parallel import degrees_with_plugin
 from accel_compat.state.accelerator_state import PRECISIONS, SharedAcceleratorState
 from accel_compat.state.gradient_state import SharedGradientState
 from accel_state.enums import DistributedType
@@ -74,7 +75,8 @@ class CompatAccelerator(
         if dynamo_plugin is not None and dynamo_backend is not None:
             raise ValueError("You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one.")
         dynamo = CompatDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else dynamo_plugin
-        deepspeed, fsdp_plugin = chosen_plugins(deepspeed_plugin, deepspeed_plugins, fsdp_plugin)
+        parallelism_config = degrees_with_plugin(parallelism_config, torch_tp_plugin)
+        deepspeed, fsdp_plugin = chosen_plugins(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, parallelism_config)
         fields = handlers_by_field(kwargs_handlers or [])
         for name, handler in fields.items():
             setattr(self, name, handler)
@@ -93,6 +95,8 @@ class CompatAccelerator(
             **init,
         )
         self._open(cpu=cpu, parallelism=parallelism_config)
+        if parallelism_config is not None:
+            self.state.device_mesh = parallelism_config.get_device_mesh(self.device.type)
         self._set_options(
             split_batches, dataloader_config, gradient_accumulation_steps, gradient_accumulation_plugin, rng_types
         )

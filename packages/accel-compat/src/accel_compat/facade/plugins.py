@@ -21,6 +21,8 @@ class PluginsFixedError(NotImplementedError):
     """DeepSpeed's options were given to a second Accelerator; all share those of the first."""
 
 
+_REPLICAS = frozenset({"dp_replicate"})
+
 FIELDS: dict[type, str] = {
     CompatDDPKwargs: "ddp_handler",
     CompatGradScalerKwargs: "scaler_handler",
@@ -54,8 +56,11 @@ def handlers_by_field(handlers: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def chosen_plugins(deepspeed: Any, several: Any, fsdp: Any) -> tuple[Any, Any]:
-    """Returns DeepSpeed's and FSDP's options: given ones, or those that the environment asks for."""
+def chosen_plugins(deepspeed: Any, several: Any, fsdp: Any, parallelism: Any = None) -> tuple[Any, Any]:
+    """Returns DeepSpeed's and FSDP's options: given ones, or those that the environment or the degrees ask for.
+
+    Layers and sequences are sharded by FSDP's version 2, so degrees of them ask for its options.
+    """
     if deepspeed is not None and several is not None:
         raise ValueError("You cannot pass in both `deepspeed_plugins` and `deepspeed_plugin`.")
     deepspeed = several if several is not None else deepspeed
@@ -72,6 +77,10 @@ def chosen_plugins(deepspeed: Any, several: Any, fsdp: Any) -> tuple[Any, Any]:
         if not isinstance(fsdp, CompatFSDPPlugin):
             raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")
         os.environ["ACCELERATE_USE_FSDP"] = "true"
+    elif deepspeed is None and parallelism is not None and not _REPLICAS.issuperset(parallelism.active_mesh_dims):
+        from accel_compat.options.fsdp import CompatFSDPPlugin
+
+        fsdp = CompatFSDPPlugin(fsdp_version=2)
     return deepspeed, fsdp
 
 

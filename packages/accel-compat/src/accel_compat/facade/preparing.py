@@ -13,6 +13,7 @@ from accel_compat.data.prepare import prepare_data_loader
 from accel_compat.facade.deepspeed import complete, note_engine
 from accel_compat.facade.optimizer import AcceleratedOptimizer
 from accel_compat.facade.scheduler import AcceleratedScheduler
+from accel_compat.facade.sequences import split_sequences
 from accel_state.enums import DistributedType
 
 
@@ -65,12 +66,14 @@ class PreparingMethods:
         for item in args:
             check_quantized(item)
         results = list(args)
+        engines = self.distributed_type == DistributedType.DEEPSPEED and any(isinstance(one, nn.Module) for one in args)
         if self.distributed_type == DistributedType.DEEPSPEED:
             self._complete_deepspeed(args)
         self._prepare_bundle(results, device_placement)
         for position, item in enumerate(results):
             if isinstance(item, torch.utils.data.DataLoader):
-                results[position] = self.prepare_data_loader(item, device_placement=device_placement[position])
+                loader = self.prepare_data_loader(item, device_placement=device_placement[position])
+                results[position] = self.deepspeed_ulysses_dl_adapter(loader, None) if engines else loader
         for position, item in enumerate(results):
             if is_scheduler(item) or isinstance(item, AcceleratedScheduler):
                 results[position] = self.prepare_scheduler(item)
@@ -293,9 +296,12 @@ class PreparingMethods:
 
         return skip_first_batches(dataloader, num_batches=num_batches)
 
-    def deepspeed_ulysses_dl_adapter(self: Any, dl: Any, model: nn.Module) -> Any:
-        """Returns the loader, prepared if it is not."""
-        return self.prepare_data_loader(dl)
+    def deepspeed_ulysses_dl_adapter(self: Any, dl: Any, model: nn.Module | None) -> Any:
+        """Returns a loader that splits the sequences of ``dl``; ``dl`` itself without sequence parallelism.
+
+        ``prepare`` does this itself for a loader that is prepared together with the model.
+        """
+        return split_sequences(dl, self._backend.layout.sequence_group, self.device)
 
     def free_memory(self: Any, *objects: Any) -> list[None]:
         """Releases all prepared objects; returns a None for each argument."""

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -211,18 +210,3 @@ class MSAMPRecipeKwargs(MutableHandler):
     def __post_init__(self) -> None:
         if self.opt_level not in ("O1", "O2"):
             raise ValueError(f"`opt_level` must be one of O1, O2; got {self.opt_level!r}")
-
-
-@dataclass
-class TorchTensorParallelPlugin(MutableHandler):
-    """Degree of tensor parallelism; deprecated in favour of ``ParallelismConfig``."""
-
-    tp_size: int = 1
-    torch_device_mesh: Any = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tp_size, int):
-            raise ValueError(f"`tp_size` set to {self.tp_size}, please set to an `int`.")
-        if self.tp_size <= 1:
-            raise ValueError("`tp_size` must be greater than 1.")
-        warnings.warn("TorchTensorParallelPlugin is deprecated; use ParallelismConfig", FutureWarning, stacklevel=3)

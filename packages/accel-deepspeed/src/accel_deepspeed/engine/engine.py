@@ -17,7 +17,7 @@ from accel_deepspeed.tensor_parallel.replicated_gradients import FirstGradients
 from accel_deepspeed.tensor_parallel.shards import shape_of
 from accel_deepspeed.zero.gradients import Gradients, gradients_of
 from accel_deepspeed.zero.missing_gradients import LeftOut
-from accel_deepspeed.zero.parameter_edits import Edits, hook_loading
+from accel_deepspeed.zero.parameter_edits import Edits, NativeLoads, hook_loading
 from accel_deepspeed.zero.partitions import OwnParts, Partitions, parts_of
 from accel_precision.policy import PrecisionPolicy
 from accel_state.errors import BackendError, PrepareError
@@ -180,7 +180,8 @@ def take_engine(
         if parts is not None and not isinstance(parts, OwnParts):
             gradients.left_out = LeftOut(engine.basic_optimizer, parts)
     prepared = Prepared(engine, engine.basic_optimizer, gradients, parts, groups, clip, Edits(engine, parts))
-    prepared.handles += [prepared.edits, *_dtype_hooks(engine, policy), *hook_loading(engine)]
+    native = NativeLoads(engine, prepared.edits)
+    prepared.handles += [prepared.edits, *_dtype_hooks(engine, policy), native, *hook_loading(engine, native)]
     if trains:
         prepared.handles.append(engine.register_forward_hook(_Remember(prepared)))
     return prepared

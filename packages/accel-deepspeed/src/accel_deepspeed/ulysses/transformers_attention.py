@@ -98,9 +98,10 @@ class SharedAttention:
                 "where a prepared loader puts them"
             )
         if self._core == "sdpa":
-            length = places.shape[1]
-            first = length * self._group.rank()
-            if not torch.equal(places, torch.arange(first, first + length, device=places.device).expand_as(places)):
+            # A sample may begin at any position. One that begins with a later rank's part would begin there at 0.
+            steps = torch.arange(places.shape[1], device=places.device).expand_as(places)
+            begins = self._group.rank() > 0 and bool((places[:, 0] == 0).any())
+            if begins or not torch.equal(places - places[:, :1], steps):
                 raise BackendError(
                     "position_ids that do not count through the sequence: 'sdpa' does not keep packed samples apart; "
                     "nearest: sp_attn_implementation='flash_attention_2'"

@@ -113,20 +113,47 @@ def _round_to(copy: torch.Tensor, values: torch.Tensor) -> None:
     copy.copy_(torch.where(copy.to(values.dtype) == values, copy, values.to(copy.dtype)))
 
 
-def hook_loading(engine: Any) -> list[RemovableHandle]:
+@final
+class NativeLoads:
+    """Calls of ``engine.load_checkpoint``, in which ``running`` is set; ``remove`` restores the engine's own method.
+
+    DeepSpeed's checkpoints of stage 3 hold empty tensors in place of parameters, whose values are in the optimizer's
+    partitions. Such tensors are loaded into parameters that are partitioned.
+    """
+
+    def __init__(self, engine: Any, edits: Edits) -> None:
+        self.running = False
+        self._engine, self._edits = engine, edits
+        engine.load_checkpoint = self._load
+
+    def _load(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the engine's own method; what it writes into parameters is no edit of the training loop."""
+        self.running = True
+        try:
+            return type(self._engine).load_checkpoint(self._engine, *args, **kwargs)
+        finally:
+            self.running = False
+            self._edits.forget()
+
+    def remove(self) -> None:
+        """Restores the engine's method."""
+        self._engine.__dict__.pop("load_checkpoint", None)
+
+
+def hook_loading(engine: Any, native: NativeLoads) -> list[RemovableHandle]:
     """Makes ``load_state_dict`` of the engine's modules gather at stage 3, and refuse ``assign=True`` at every stage.
 
     Parameters are gathered module by module, and rank 0's values are loaded, so all ranks have to call
-    ``load_state_dict``.
+    ``load_state_dict``. While ``native`` runs, DeepSpeed itself gathers what it loads.
     """
     handles = []
     for module in engine.module.modules():
         if any(parameter is not None for parameter in module._parameters.values()):
-            handles += _hook(module)
+            handles += _hook(module, native)
     return handles
 
 
-def _hook(module: nn.Module) -> list[RemovableHandle]:
+def _hook(module: nn.Module, native: NativeLoads) -> list[RemovableHandle]:
     open_: list[Any] = []
 
     def close(*_: object) -> None:
@@ -142,7 +169,7 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
         close()
         spread: list[Any] = [p for name, p in inner._parameters.items() if p is not None and prefix + name in state]
         spread = [one for one in spread if hasattr(one, "ds_id") and not _is_here(one)]
-        if spread:
+        if spread and not native.running:
             open_.append(_gather(spread, f"{prefix}*"))
 
     return [module.register_load_state_dict_pre_hook(before), module.register_load_state_dict_post_hook(close)]

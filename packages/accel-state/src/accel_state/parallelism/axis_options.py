@@ -38,6 +38,33 @@ class TorchTensorParallelConfig:
 
 @final
 @dataclass(frozen=True)
+class TorchTensorParallelPlugin:
+    """Degree of tensor parallelism, as ``ParallelismConfig(tp_size=...)`` gives it too.
+
+    ``torch_device_mesh``, Accelerate's mesh of the tensor-parallel ranks, can only be None: the mesh of a run follows
+    from the degrees of all axes.
+
+    Raises:
+        ConfigError: ``tp_size`` is no whole number above 1, or a mesh is given.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tp_size, bool) or not isinstance(self.tp_size, int) or self.tp_size < 2:
+            raise ConfigError(
+                f"tp_size={self.tp_size!r} of {type(self).__name__}; expected a whole number above 1, or no plugin"
+            )
+        if self.torch_device_mesh is not None:
+            raise ConfigError(
+                f"torch_device_mesh={self.torch_device_mesh!r}: the mesh is made from the degrees of all axes; "
+                f"nearest: {type(self).__name__}(tp_size={self.tp_size}) without a mesh"
+            )
+
+
+@final
+@dataclass(frozen=True)
 class TorchContextParallelConfig:
     """Options of context parallelism: exchange of keys and values by ``"allgather"`` or ``"alltoall"`` (a ring).
 

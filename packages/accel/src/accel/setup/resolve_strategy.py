@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import Any, Final, final
 
 from accel.setup.plugins_from_config import options_from_settings
 from accel_backends import BackendConfig, Choice, build_options, load_backend, select_backend
@@ -12,6 +12,9 @@ from accel_backends.core.select import check_axes
 from accel_launch.config import AccelConfig, Origin
 from accel_planner.auto import AutoStrategy, as_auto, waiting
 from accel_state.errors import ConfigError
+from accel_state.parallelism.axis_options import TorchTensorParallelPlugin
+
+_TENSOR_PARALLEL: Final = "torch_tp_plugin"
 
 
 @final
@@ -22,10 +25,12 @@ class StrategyRequest:
     Attributes:
         asked: options, or only the name of a backend; None: nothing names a strategy.
         preferred: options that apply if their backend trains (from ``kwargs_handlers``).
+        degrees: degrees by axis that plugins of single axes give.
     """
 
     asked: BackendConfig | str | None = None
     preferred: BackendConfig | None = None
+    degrees: Mapping[str, Stated] = field(default_factory=dict)
 
 
 @final
@@ -69,12 +74,15 @@ def requested(
     """The one strategy that a call and the configuration request.
 
     Options in the configuration count if the call has neither a strategy nor a plugin. A plugin's argument is named
-    after its backend: ``<backend>_plugin``, or ``<backend>_plugins`` for several by name.
+    after its backend: ``<backend>_plugin``, or ``<backend>_plugins`` for several by name; ``torch_tp_plugin`` has a
+    degree.
 
     Raises:
         ConfigError: two places request different strategies, or both give options; names both.
         BackendError: the backend of a plugin is not installed.
     """
+    degrees = _degrees(plugins.get(_TENSOR_PARALLEL))
+    plugins = {name: value for name, value in plugins.items() if name != _TENSOR_PARALLEL}
     claims = [*_claimed_by_strategy(strategy, config)]
     claims += [_of_plugin(name, value) for name, value in plugins.items() if value is not None]
     if strategy is None and not any(value is not None for value in plugins.values()):
@@ -88,7 +96,7 @@ def requested(
         first, second = clash if len(clash) > 1 else (claims[0], clash[0])
         raise ConfigError(f"{first} and {second} were both given; leave one of them out")
     chosen = next(iter(with_options or claims), None)
-    return StrategyRequest(None if chosen is None else chosen.asked, preferred)
+    return StrategyRequest(None if chosen is None else chosen.asked, preferred, degrees)
 
 
 def resolve(request: StrategyRequest, facts: StrategyFacts) -> ResolvedStrategy:
@@ -99,6 +107,7 @@ def resolve(request: StrategyRequest, facts: StrategyFacts) -> ResolvedStrategy:
         BackendError: there is no such backend.
         TopologyError: the product of the degrees is not the number of processes.
     """
+    facts, implied = _with_degrees(facts, request.degrees)
     auto = as_auto(request.asked)
     asked = request.asked if auto is None else auto
     if isinstance(asked, BackendConfig) and asked.planned:
@@ -117,8 +126,10 @@ def resolve(request: StrategyRequest, facts: StrategyFacts) -> ResolvedStrategy:
     facts.agree(resolution.implied)
     name = resolution.config.backend or choice.name
     served = resolution.parallelism.served_by(name)
+    implied = {**implied, **resolution.implied}
     return ResolvedStrategy(
-        Choice(name, (*choice.reasons, *resolution.reasons)), dataclasses.replace(resolution, parallelism=served)
+        Choice(name, (*choice.reasons, *resolution.reasons)),
+        dataclasses.replace(resolution, parallelism=served, implied=implied),
     )
 
 
@@ -144,6 +155,42 @@ def _of_plugin(argument: str, value: Any) -> _Claim:
     backend, _, several = argument.partition("_plugin")
     options = load_backend(backend).Config
     return _Claim(argument, options.several(value) if several else options.build(value))
+
+
+def _degrees(plugin: object) -> dict[str, Stated]:
+    if plugin is None:
+        return {}
+    if not isinstance(plugin, TorchTensorParallelPlugin):
+        raise ConfigError(
+            f"{_TENSOR_PARALLEL} is {plugin!r}; expected a TorchTensorParallelPlugin, or None; nearest: "
+            "TorchTensorParallelPlugin(tp_size=2)"
+        )
+    return {"tp": Stated(plugin.tp_size, f"{_TENSOR_PARALLEL} (call)")}
+
+
+def _with_degrees(facts: StrategyFacts, degrees: Mapping[str, Stated]) -> tuple[StrategyFacts, Mapping[str, Stated]]:
+    """Facts with the degrees that plugins give, and these as settings, where they were not given otherwise.
+
+    Raises:
+        ConfigError: a degree differs from that of ``parallelism_config`` or of the configuration; names both origins.
+    """
+    implied: dict[str, Stated] = {}
+    for axis, said in degrees.items():
+        setting, held = f"parallelism_config_{axis}_size", facts.parallelism.size(axis)
+        if axis in facts.open_axes:
+            sizes: dict[str, Any] = {f"{axis}_size": said.value}
+            implied[setting] = said
+            facts = dataclasses.replace(
+                facts,
+                parallelism=dataclasses.replace(facts.parallelism, **sizes),
+                open_axes=facts.open_axes - {axis},
+            )
+        elif held != said.value:
+            where = f"{axis}_size={held} (parallelism_config)"
+            if facts.open_axes and setting in facts.given:
+                where = f"{setting}={held} ({facts.given[setting].origin})"
+            raise ConfigError(f"{where}, and {said.origin} says {said.value}; make them agree, or leave one out")
+    return facts, implied
 
 
 def _preferred(options: BackendConfig | None, choice: Choice, facts: StrategyFacts) -> BackendConfig | None:

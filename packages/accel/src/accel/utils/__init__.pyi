@@ -71,6 +71,7 @@ from accel.utils.dataclasses import TERecipeKwargs as TERecipeKwargs
 from accel.utils.dataclasses import TorchContextParallelConfig as TorchContextParallelConfig
 from accel.utils.dataclasses import TorchDynamoPlugin as TorchDynamoPlugin
 from accel.utils.dataclasses import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accel.utils.dataclasses import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.utils.deepspeed import DummyOptim as DummyOptim
 from accel.utils.deepspeed import DummyScheduler as DummyScheduler
 from accel.utils.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig

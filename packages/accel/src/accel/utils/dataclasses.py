@@ -31,6 +31,7 @@ from accel_state.enums import LoggerType as LoggerType
 from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from accel_state.parallelism.axis_options import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.parallelism.axis_options import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accel_state.parallelism.axis_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig as ParallelismConfig
 from accel_state.pytree.operations import TensorInformation as TensorInformation
 

@@ -61,7 +61,7 @@ from accel.utils.dataclasses import TensorInformation as TensorInformation
 from accel.utils.dataclasses import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_compat.options.handlers import CompatDynamoPlugin as TorchDynamoPlugin
 from accel_compat.options.tensor_parallel import tensor_parallel_options as TorchTensorParallelConfig
-from accel_compat.options.handlers import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accel.utils.dataclasses import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel.utils.constants import WEIGHTS_NAME as WEIGHTS_NAME
 from accel.utils.constants import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME

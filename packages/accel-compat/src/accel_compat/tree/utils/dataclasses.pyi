@@ -33,6 +33,6 @@ from accel.utils.dataclasses import TensorInformation as TensorInformation
 from accel.utils.dataclasses import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_compat.options.handlers import CompatDynamoPlugin as TorchDynamoPlugin
 from accel_compat.options.tensor_parallel import tensor_parallel_options as TorchTensorParallelConfig
-from accel_compat.options.handlers import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accel.utils.dataclasses import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_compat.absent import add_model_config_to_megatron_parser as add_model_config_to_megatron_parser
 from accel_compat.options.fsdp import get_module_class_from_name as get_module_class_from_name
