@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [*sorted(ROOT.glob("packages/*/src")), ROOT / "testing" / "src"]
 API, COMMANDS, SETTINGS = "reference/api", "reference/command-line.md", "reference/settings.md"
+MIGRATION = "reference/migration.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +254,34 @@ def facts_of(row: Any) -> Iterator[str]:
         yield f"- has an effect with `{row.facts.needs}`"
 
 
+def migration_page() -> str:
+    """Every rule of ``accel migrate``, and the differences that it does not report."""
+    table = import_module("accel_compat.migration.differences")
+    lines = [
+        "# Rules of accel migrate",
+        "",
+        "`accel migrate PATH` reports these in scripts written for Accelerate. accel refuses what is a change;",
+        "a note is a call that works and means something else. [Intended differences](differences.md) has the reasons.",
+        "",
+        "| rule | kind | difference | what to do |",
+        "| --- | --- | --- | --- |",
+    ]
+    for one in table.DIFFERENCES:
+        told = cell(one.message.replace("{}", "..."))
+        lines.append(f"| `{one.rule}` | {one.kind} | {told} | {cell(one.remedy) or 'as the report says'} |")
+    lines += ["", "## Not reported", "", "| difference | reason |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {subject} | {reason} |" for subject, reason in table.UNSEEN.items()), ""])
+
+
 def pages() -> dict[str, str]:
     """All generated pages: path under ``docs``, and Markdown."""
     for base in SOURCES:
         if str(base) not in sys.path:
             sys.path.append(str(base))
     made = {f"{API}/{package}.md": api_page(package) for package in packages()}
-    return {**made, COMMANDS: command_line_page(), SETTINGS: settings_page()}
+    return {**made, COMMANDS: command_line_page(), MIGRATION: migration_page(), SETTINGS: settings_page()}
 
 
 def paths() -> list[str]:
     """Paths of the generated pages, without their text."""
-    return sorted([*(f"{API}/{package}.md" for package in packages()), COMMANDS, SETTINGS])
+    return sorted([*(f"{API}/{package}.md" for package in packages()), COMMANDS, MIGRATION, SETTINGS])

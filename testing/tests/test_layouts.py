@@ -19,6 +19,7 @@ from accel_testing.equivalence.layouts import DEGREES, PRECISIONS, Layout, expan
         ("fsdp:4/fp32/weighted/tp=2", Layout("fsdp", 4, precision="fp32", weighted=True, degrees=(("tp", 2),))),
         ("tp:2", Layout("fsdp", 2, degrees=(("tp", 2),))),
         ("cp:2/fp64/acc=2", Layout("fsdp", 2, precision="fp64", accumulate=2, degrees=(("cp", 2),))),
+        ("sp:2/dp_shard:2", Layout("fsdp", 4, degrees=(("sp", 2), ("dp_shard", 2)))),
         ("tp:2/dp_shard=3", Layout("fsdp", 6, degrees=(("tp", 2), ("dp_shard", 3)))),
         ("pp:2/tp:2/acc=2", Layout("pipeline", 4, accumulate=2, degrees=(("pp", 2), ("tp", 2)))),
         ("tp:2/pp:2/dp_shard=2", Layout("pipeline", 8, degrees=(("tp", 2), ("pp", 2), ("dp_shard", 2)))),

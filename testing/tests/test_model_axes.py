@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, tiny_mixtral, with_exact_loss
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, tiny_mixtral, with_exact_loss
 from accel_testing.equivalence.equivalence import assert_equivalent
 from accel_testing.equivalence.program import Program
 from accel_testing.ranks.pool import RankPool
@@ -20,6 +20,13 @@ def llama(*, tied: bool = False) -> Program:
     """A tiny Llama and its own loss, with clipping that bites."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2}
     model = with_exact_loss(tiny_llama(**sizes, tie_word_embeddings=tied, use_cache=False))
+    batches = torch.randint(0, VOCABULARY, (STEPS, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    return Program(model, loss_of, list(batches), clip=0.5)
+
+
+def gpt2() -> Program:
+    """A tiny GPT-2, whose positions are an embedding, and its own loss."""
+    model = with_exact_loss(tiny_gpt2(n_embd=16, use_cache=False))
     batches = torch.randint(0, VOCABULARY, (STEPS, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     return Program(model, loss_of, list(batches), clip=0.5)
 
@@ -54,6 +61,17 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
         (llama, "tp:2/fp64/acc=2"),
         (tied_llama, "tp:2/dp_shard=2/fp64/acc=2"),
         (llama, "cp:2/fp64/acc=2"),
+        (gpt2, "sp:2/fp64/acc=2/weighted"),
+        (llama, "sp:2/dp_shard:2/fp64/acc=2/short"),
+        pytest.param(llama, "sp:2/fp64/acc=2/weighted", marks=pytest.mark.slow),
+        pytest.param(llama, "sp:4/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(gpt2, "sp:2/dp_shard:2/fp64/acc=2/short", marks=pytest.mark.slow),
+        pytest.param(gpt2, "sp:2/dp_shard:2/fp64/acc=2/weighted", marks=pytest.mark.slow),
+        pytest.param(gpt2, "sp:2/dp_replicate:2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(tied_llama, "sp:2/tp:2/fp64/acc=2", marks=pytest.mark.slow),
+        pytest.param(llama, "sp:2/fp64/activation_checkpointing=true", marks=pytest.mark.slow),
+        pytest.param(llama, "sp:2/fp64/sharding_strategy=SHARD_GRAD_OP", marks=pytest.mark.slow),
+        pytest.param(llama, "sp:2/bf16", marks=pytest.mark.slow),
         (tied_llama, "pp:2/fp64/acc=2"),
         (balanced_mixtral, "ep:2/fp64"),
         pytest.param(balanced_mixtral, "ep:2/dp_replicate=2/fp64", marks=pytest.mark.slow),
@@ -74,6 +92,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
         pytest.param(llama, "pp:2/dp_shard:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "tp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "cp:2/fp32", marks=pytest.mark.slow),
+        pytest.param(gpt2, "sp:2/fp32", marks=pytest.mark.slow),
         pytest.param(llama, "pp:2/fp32", marks=pytest.mark.slow),
     ],
 )
@@ -115,7 +134,7 @@ def doubled_tensor_gradient() -> Iterator[None]:
 
 @contextmanager
 def wrong_divisor_of_sequences() -> Iterator[None]:
-    """Each context-parallel rank divides its loss by the tokens of all ranks, and ranks average once more."""
+    """Each rank with a shard of a sequence divides its loss by the tokens of all ranks, and ranks average once more."""
     from accel_backends.parallel.sequence_inputs import SequenceInputs
 
     def make(original: Any) -> Any:
@@ -126,6 +145,15 @@ def wrong_divisor_of_sequences() -> Iterator[None]:
         return shard
 
     with replaced(SequenceInputs, "_shard", make):
+        yield
+
+
+@contextmanager
+def heads_of_other_ranks() -> Iterator[None]:
+    """Attention's outputs come back in the reverse order of the heads."""
+    from accel_backends.parallel.attention import exchanged
+
+    with replaced(exchanged, "_tokens_for_heads", lambda original: lambda *given: original(*given).flip(1)):
         yield
 
 
@@ -190,6 +218,14 @@ def halved_gradients_of_shards() -> Iterator[None]:
     [
         (doubled_tensor_gradient, llama, "tp:2", r"at step 0:\n  the gradient norm is"),
         (wrong_divisor_of_sequences, llama, "cp:2", r"(?s)at step 0:\n  the loss is .*the gradient norm .*1/2 of it"),
+        pytest.param(
+            wrong_divisor_of_sequences,
+            llama,
+            "sp:2",
+            r"(?s)at step 0:\n  the loss is .*the gradient norm .*1/2 of it",
+            marks=pytest.mark.slow,
+        ),
+        (heads_of_other_ranks, llama, "sp:2", r"at step 0:\n  the loss is"),
         (router_loss_averaged_twice, balanced_mixtral, "ep:2", r"at step 0:\n  the gradient norm is"),
         (doubled_gradient_of_experts, mixtral, "ep:2", r"at step 0:\n  the gradient norm is"),
         (dropped_sum_of_tied_weight, tied_llama, "pp:2", r"at step 0:\n  the gradient norm is"),

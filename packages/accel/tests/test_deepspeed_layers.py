@@ -427,7 +427,6 @@ def test_gradients_that_do_not_lie_in_order_are_summed_as_well(rank: int) -> Non
         ),
         ({"tensor_parallel": {"autotp_sizes": 2}}, None, "did you mean 'autotp_size'"),
         ({"tensor_parallel": {"autotp_size": 3}}, None, "needs 3 processes|do not divide into groups of 3"),
-        (None, {"sp_size": 2}, "cannot do that; nearest: strategy='deepspeed'"),
     ],
 )
 def test_contradictions_are_refused(

@@ -1,13 +1,21 @@
 """Adapters are trained on a base whose weights are quantized, on one rank and several."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accel import Accelerator
-from accel.utils import BnbQuantizationConfig, TorchAOQuantizationConfig, load_and_quantize_model
+from accel.utils import (
+    BnbQuantizationConfig,
+    FullyShardedDataParallelPlugin,
+    TorchAOQuantizationConfig,
+    load_and_quantize_model,
+)
+from accel_state.errors import PrepareError
 
 
 class Adapted(nn.Module):
@@ -21,18 +29,18 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def quantized(kind: str) -> nn.Module:
-    torch.manual_seed(0)
+def quantized(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
     skip = ["down", "up"]
     if kind == "int8":
         pytest.importorskip("torchao")
-        config = TorchAOQuantizationConfig(torch_dtype=torch.float32, skip_modules=skip)
+        config = TorchAOQuantizationConfig(torch_dtype=dtype, skip_modules=skip)
         return load_and_quantize_model(Adapted(), config)
     pytest.importorskip("bitsandbytes")
     bits = {"load_in_8bit": True} if kind == "8bit" else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    return load_and_quantize_model(
-        Adapted(), BnbQuantizationConfig(**bits, torch_dtype=torch.float32, skip_modules=skip)
-    )
+    if kind != "8bit":
+        bits |= {"bnb_4bit_compute_dtype": "fp32", "bnb_4bit_use_double_quant": kind == "nested"}
+    return load_and_quantize_model(Adapted(), BnbQuantizationConfig(**bits, torch_dtype=dtype, skip_modules=skip))
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,97 @@ def test_adapters_of_two_ranks_learn_the_same(rank: int, kind: str) -> None:
     assert found.losses[-1] < found.losses[0]
     assert found.moved == 0
     assert torch.equal(*found.adapters)
+
+
+def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: one for name, one in model.named_parameters() if name.startswith(("down", "up"))}
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
+
+
+def with_optimizer(kind: str, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = quantized(kind, seed=seed, dtype=dtype)
+    for parameter in model.base.parameters():
+        parameter.requires_grad = False
+    return model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5, momentum=0.9)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "strategy", "dtype"),
+    [
+        ("8bit", "ddp", torch.float64),
+        ("4bit", "ddp", torch.float32),
+        ("4bit", "fsdp", torch.float32),
+        ("nested", "fsdp", torch.float32),
+    ],
+)
+def test_two_ranks_train_the_adapters_of_one_process_and_resume_with_the_saved_base(
+    rank: int, kind: str, strategy: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model, optimizer = accelerator.prepare(*with_optimizer(kind, dtype))
+    alone, optimizer_alone = with_optimizer(kind, dtype)
+    x = torch.randn(8, 64, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            accelerator.backward((model(x[rank::2]) - 1).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def steps_alone(count: int) -> None:
+        for _ in range(count):
+            (alone(x) - 1).square().mean().backward()
+            optimizer_alone.step()
+            optimizer_alone.zero_grad()
+
+    steps(2)
+    accelerator.save_state(tmp_path / "state")
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model, optimizer = accelerator.prepare(*with_optimizer(kind, dtype, seed=1))  # another base, until it is loaded
+    model(x)
+    accelerator.load_state(tmp_path / "state")
+    steps(2)
+    steps_alone(4)
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-6
+    expected = adapters(alone)
+    for name, found in adapters(accelerator.unwrap_model(model)).items():
+        torch.testing.assert_close(found, expected[name], rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "strategy", "said"),
+    [
+        (
+            "8bit",
+            "fsdp",
+            r"base\.0\.weight of Adapted is an Int8Params of bitsandbytes.*ignored_modules with 'base\.0'",
+        ),
+        ("4bit", "fsdp1", r"base\.0\.weight of Adapted is uint8.*fsdp_version=2, which shards 4-bit weights"),
+    ],
+)
+def test_weights_that_a_shard_would_not_describe_are_refused_by_name(kind: str, strategy: str, said: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    with pytest.raises(PrepareError, match=said):
+        accelerator.prepare(*with_optimizer(kind, torch.float32))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "version"), [("8bit", 2), ("8bit", 1), ("4bit", 1)])
+def test_an_ignored_base_stays_whole_while_the_adapters_are_sharded(rank: int, kind: str, version: int) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, ignored_modules=r"base")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(*with_optimizer(kind, torch.float32))
+    alone, optimizer_alone = with_optimizer(kind, torch.float32)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    accelerator.backward((model(x[rank::2]) - 1).square().mean())
+    optimizer.step()
+    (alone(x) - 1).square().mean().backward()
+    optimizer_alone.step()
+    expected = adapters(alone)
+    with accelerator.full_parameters(model):
+        found = {name.replace("_fsdp_wrapped_module.", ""): one for name, one in model.named_parameters()}
+        for name, one in expected.items():
+            torch.testing.assert_close(found[name].to_local() if isinstance(found[name], DTensor) else found[name], one)
+    assert type(accelerator.unwrap_model(model).base[0].weight) is type(alone.base[0].weight)

@@ -17,6 +17,7 @@ from accel_backends import (
 from accel_backends.core.config import BackendConfig, Stated, StrategyFacts
 from accel_backends.core.select import check_axes, find_backend
 from accel_state import BackendError, ConfigError, Device, ParallelismConfig, Topology, TopologyError
+from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig
 
 ONE, TWO = Topology(), Topology(rank=0, world_size=2, local_world_size=2)
 CPU, XLA = Device("cpu"), Device("xla")
@@ -124,11 +125,11 @@ def install(tmp_path, monkeypatch):
 
 def test_an_installed_backend_is_found_by_the_axes_that_it_serves(install):
     install("rows", {"sp", "pp"})
-    choice = select_backend(TWO, CPU, axes=["sp"])
-    assert (choice.name, choice.reasons) == ("rows", ("it serves the axes sp",))
+    choice = select_backend(TWO, CPU, axes=["pp", "sp"])
+    assert (choice.name, choice.reasons) == ("rows", ("it serves the axes pp, sp",))
     assert find_backend(["pp", "sp"]) == "rows"
-    assert find_backend(["sp", "dp_shard"]) is None
-    assert select_backend(TWO, CPU, axes=["sp", "dp_shard"]).name == "ddp"
+    assert find_backend(["pp", "sp", "dp_shard"]) is None
+    assert select_backend(TWO, CPU, axes=["pp", "sp", "dp_shard"]).name == "ddp"
 
 
 def test_a_backend_of_accel_comes_before_an_installed_one(install):
@@ -137,35 +138,35 @@ def test_a_backend_of_accel_comes_before_an_installed_one(install):
 
 
 def test_installed_backends_have_a_declared_order(install):
-    install("first", {"sp"}, precedence=10)
-    install("later", {"sp"})
-    install("named", {"sp"}, precedence=None)
-    assert find_backend(["sp"]) == "first"
+    install("first", {"pp", "sp"}, precedence=10)
+    install("later", {"pp", "sp"})
+    install("named", {"pp", "sp"}, precedence=None)
+    assert find_backend(["pp", "sp"]) == "first"
 
 
 def test_a_tie_is_refused_with_a_name_that_decides(install):
-    install("left", {"sp"})
-    install("right", {"sp"})
-    with pytest.raises(ConfigError, match="sp: backends 'left', 'right' serve that alike; nearest: strategy='left'"):
-        find_backend(["sp"])
+    install("left", {"pp", "sp"})
+    install("right", {"pp", "sp"})
+    with pytest.raises(ConfigError, match=r"pp and sp: backends 'left', 'right' serve that alike; nearest: .*'left'"):
+        find_backend(["pp", "sp"])
 
 
 def test_a_backend_that_has_to_be_named_is_only_the_nearest(install):
-    install("ring", {"sp"}, precedence=None)
-    assert find_backend(["sp"]) is None
-    # accel-deepspeed may be installed too
-    with pytest.raises(ConfigError, match=r"sp_size=2: .* cannot do that; nearest: strategy='(deepspeed|ring)'"):
-        check_axes("single", SingleConfig(), ParallelismConfig(sp_size=2))
+    install("ring", {"pp", "sp"}, precedence=None)
+    assert find_backend(["pp", "sp"]) is None
+    with pytest.raises(ConfigError, match=r"pp_size=2, sp_size=2: .* cannot do that; nearest: strategy='ring'"):
+        check_axes("single", SingleConfig(), ParallelismConfig(pp_size=2, sp_size=2))
 
 
 def test_a_backend_that_cannot_be_imported_serves_nothing(install, tmp_path):
-    install("torn", {"sp"})
+    install("torn", {"pp", "sp"})
     (tmp_path / "module_of_torn.py").write_text("import a_module_that_is_missing\n")
-    assert find_backend(["sp"]) is None
+    assert find_backend(["pp", "sp"]) is None
 
 
-def test_sharding_serves_tensor_and_context_parallelism():
+def test_sharding_serves_tensor_context_and_sequence_parallelism():
     assert find_backend(["tp"]) == find_backend(["cp", "dp_shard", "tp"]) == "fsdp"
+    assert find_backend(["sp"]) == find_backend(["dp_replicate", "dp_shard", "sp", "tp"]) == "fsdp"
     four = Topology.on_one_node(0, 4)
     found = FSDPConfig().resolve(StrategyFacts(four, CPU, ParallelismConfig(tp_size=2, dp_shard_size=2)))
     assert (found.config.shard_size, found.parallelism.size("tp"), found.parallelism.data_parallel_size) == (2, 2, 2)
@@ -178,6 +179,13 @@ def test_sharding_serves_tensor_and_context_parallelism():
         ({}, {"ep_size": 2, "tp_size": 2}, "ep_size=2, tp_size=2: .*nearest: ep_size=2 with dp_shard_size=2"),
         ({"fsdp_version": 1}, {"ep_size": 2}, "ep_size=2: fsdp_version=1 flattens parameters"),
         ({"cpu_ram_efficient_loading": True}, {"cp_size": 2}, "cp_size=2 with cpu_ram_efficient_loading=True"),
+        ({"fsdp_version": 1}, {"sp_size": 2}, "sp_size=2: fsdp_version=1 flattens parameters"),
+        ({}, {"ep_size": 2, "sp_size": 2}, "ep_size=2, sp_size=2: .*nearest: ep_size=2 with dp_shard_size=2"),
+        (
+            {},
+            {"sp_size": 2, "sp_handler": DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")},
+            "sp_size=2 with sp_attn_implementation='flash_attention_2': .*nearest: 'sdpa', or strategy='deepspeed'",
+        ),
     ],
 )
 def test_options_that_exclude_an_axis_are_refused(options, degrees, message):
@@ -188,6 +196,8 @@ def test_options_that_exclude_an_axis_are_refused(options, degrees, message):
 def test_degrees_that_do_not_multiply_to_the_ranks_are_refused_with_those_that_do():
     with pytest.raises(TopologyError, match=r"tp=2.* must be 4, as with dp_shard_size=2"):
         FSDPConfig().resolve(StrategyFacts(Topology.on_one_node(0, 4), CPU, ParallelismConfig(tp_size=2)))
+    with pytest.raises(TopologyError, match=r"sp=2.* must be 4, as with dp_shard_size=2"):
+        FSDPConfig().resolve(StrategyFacts(Topology.on_one_node(0, 4), CPU, ParallelismConfig(sp_size=2)))
 
 
 def test_options_of_sharding_have_the_degrees_of_the_run():

@@ -18,7 +18,7 @@ def context(method="allgather", balanced=True):
     return Context(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), method, balanced)
 
 
-METHODS = [("allgather", True), ("allgather", False), ("ring", True), ("ring", False)]
+METHODS = [("allgather", True), ("allgather", False), ("ring", True), ("ring", False), ("ulysses", True)]
 
 
 @pytest.mark.ranks(4)
@@ -27,7 +27,7 @@ METHODS = [("allgather", True), ("allgather", False), ("ring", True), ("ring", F
 def test_attention_over_shards_is_that_of_full_sequences(rank, method, balanced, causal):
     cp = context(method, balanced)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 6, 32, 8), (2, 3, 32, 8), (2, 3, 32, 4), (2, 6, 32, 4)]
+    shapes = [(2, 12, 32, 8), (2, 6, 32, 8), (2, 6, 32, 4), (2, 12, 32, 4)]
     q, k, v, grad = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
     inputs = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     expected = F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
@@ -100,7 +100,9 @@ def test_two_ranks_train_llama_as_one_process(rank, method, balanced):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("name", "method"), [("llama tied", "ring"), ("llama", "allgather"), ("gpt2", "ring")])
+@pytest.mark.parametrize(
+    ("name", "method"), [("llama tied", "ring"), ("llama", "allgather"), ("gpt2", "ring"), ("gpt2", "ulysses")]
+)
 def test_four_ranks_train_as_one_process(rank, name, method):
     assert_trains_as_one_process(name, method, balanced=True)
 
@@ -262,5 +264,5 @@ def test_models_refuse_padding_and_caches_at_their_call(rank):
     cache = model(**shard, use_cache=True).past_key_values
     with pytest.raises(BackendError, match=r"no cache"):
         model(**shard, past_key_values=cache, use_cache=True)
-    with pytest.raises(ConfigError, match=r"no context-parallel method 'rings'; methods: allgather, ring"):
+    with pytest.raises(ConfigError, match=r"no context-parallel method 'rings'; methods: allgather, ring, ulysses"):
         Context(cp.mesh, "rings")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_compat.commands.command_line import launch_words, run_command
+from accel_compat.commands.config_files import load_config_from_file
 
 
 def accelerate_in(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +38,15 @@ def test_the_written_defaults_are_the_settings_of_launches(tmp_path, monkeypatch
     assert launch_words(["a.py"], os.environ)[2:4] == ["--config_file", str(written)]
     assert run_command(["config", "default"]) == 0
     assert "already exists" in capsys.readouterr().out
-    assert "mixed_precision: bf16" in written.read_text()
+    config = load_config_from_file(None)
+    assert (config.mixed_precision, config.num_processes, config.use_cpu) == ("bf16", 1, True)
+
+
+def test_an_unknown_precision_of_the_defaults_is_refused(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    assert run_command(["config", "default", "--config_file", str(path), "--mixed_precision", "int8"]) == 2
+    assert "'int8'" in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_a_launched_program_resolves_accelerate_to_accel(tmp_path):

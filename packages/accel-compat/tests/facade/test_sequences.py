@@ -46,7 +46,7 @@ def train_shared(stage: int, start: int) -> dict[str, torch.Tensor]:
     try:
         return _train_shared(stage, start)
     finally:
-        SharedAcceleratorState._reset_state()
+        SharedAcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _train_shared(stage: int, start: int) -> dict[str, torch.Tensor]:

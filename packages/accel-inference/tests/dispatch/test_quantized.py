@@ -1,6 +1,9 @@
 """Models are loaded with quantized weights, one weight at a time, and loaded back as they were."""
 
 import copy
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,6 +113,79 @@ def test_a_saved_quantized_model_of_torchao_is_loaded_back(saved, options, tmp_p
     x = torch.randn(4, 64)
     with torch.no_grad():
         assert torch.equal(model(x), again(x))
+
+
+@pytest.mark.parametrize("options", BNB, ids=str)
+def test_a_layer_that_has_computed_loads_the_state_of_other_weights(saved, options):
+    _, file = saved
+    model, x = loaded(file, config_of(options)).eval(), torch.randn(4, 64)
+    torch.manual_seed(1)
+    other = load_and_quantize_model(build(), config_of(options)).eval()
+    with torch.no_grad():
+        before = other(x)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(x), model(x))
+        assert not torch.equal(other(x), before)
+    copied = copy.deepcopy(other)
+    with torch.no_grad():
+        assert torch.equal(copied(x), model(x))
+
+
+@pytest.mark.parametrize(("saved_in", "said"), [(0, "in 8 bits, and .* loads 4"), (1, "in 4 bits, and .* loads 8")])
+def test_a_state_of_other_bits_is_refused(saved, saved_in, said, tmp_path):
+    _, file = saved
+    state = loaded(file, config_of(BNB[saved_in])).state_dict()
+    save_file(state, tmp_path / "quantized.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        loaded(tmp_path / "quantized.safetensors", config_of(BNB[1 - saved_in]))
+
+
+BLOCKS, WIDTH = 24, 1024
+PEAK = f"""
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from accel_inference import BnbQuantizationConfig, TorchAOQuantizationConfig
+from accel_inference import init_empty_weights, load_and_quantize_model
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+def build(width, blocks):
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(blocks)))
+
+options = eval(sys.argv[2])
+kind = TorchAOQuantizationConfig if "weights" in options else BnbQuantizationConfig
+config = kind(**{{"torch_dtype": torch.float32, **options}})
+load_and_quantize_model(build(64, 1), config)  # which imports the library
+with init_empty_weights():
+    model = build({WIDTH}, {BLOCKS})
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS:")
+load_and_quantize_model(model, config, weights_location=Path(sys.argv[1]), device_map={{"": "cpu"}})
+print(memory("VmHWM:") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+@pytest.mark.parametrize(
+    "options",
+    [BNB[0], pytest.param(BNB[1], marks=pytest.mark.slow), pytest.param(AO[0], marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_sharded_checkpoint_is_quantized_without_a_copy_in_full_precision(options, tmp_path):
+    config_of(options)
+    places = {f"{index}.weight": f"model-{index // 8}.safetensors" for index in range(BLOCKS)}
+    for file in set(places.values()):
+        save_file({name: torch.randn(WIDTH, WIDTH) for name in places if places[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    block = WIDTH * WIDTH * 4
+    run = [sys.executable, "-c", PEAK, str(tmp_path), repr(options)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=280, check=True)
+    quantized = block * BLOCKS // (8 if options.get("load_in_4bit") else 4)
+    assert int(done.stdout) < quantized + 12 * block < block * BLOCKS
 
 
 @pytest.mark.parametrize("options", [BNB[0], BNB[1], AO[0]], ids=str)

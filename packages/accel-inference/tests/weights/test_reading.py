@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accel_inference.weights.reading import read_in_order
+from accel_inference.weights.reading import read_in_order, read_in_turn
 from accel_inference.weights.safetensors_header import read_header
 from accel_inference.weights.sources import FormatWeight, HostWeight
 from accel_state.errors import CheckpointCorruptError
@@ -83,3 +83,19 @@ def test_a_file_that_was_cut_is_the_error_of_its_weight(saved):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointCorruptError, match=r"model.safetensors was replaced or written to"):
         list(read_in_order([found["0"], found["1"], found["3"]], threads=2))
+
+
+def test_weights_in_turn_share_two_buffers(saved):
+    weights, file = saved
+    found, _ = read_header(file)
+    places = []
+    for name, one in zip(weights, read_in_turn(found[name] for name in weights), strict=True):
+        assert torch.equal(one, weights[name])
+        places.append(one.data_ptr())
+    assert len(set(places)) == 2
+
+
+def test_weights_in_turn_that_are_in_memory_stay_there():
+    one = torch.ones(4)
+    assert [read.data_ptr() for read in read_in_turn([HostWeight(one), HostWeight(one)])] == [one.data_ptr()] * 2
+    assert list(read_in_turn([])) == []

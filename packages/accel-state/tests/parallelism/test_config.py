@@ -155,6 +155,10 @@ def test_only_deepspeeds_sequence_parallelism_builds_its_own_groups():
     assert ParallelismConfig(sp_size=2).fitted(4).dp_replicate_size == 2
     with pytest.raises(TopologyError, match="sp=2"):
         ParallelismConfig(sp_size=2).served_by("ring").fitted(4)
+    config = ParallelismConfig(sp_size=2, dp_shard_size=2)
+    assert config.dp_shard_cp_dim_names == config.dp_cp_dim_names == ["dp_shard"]
+    served = config.served_by("ring")
+    assert served.dp_shard_cp_dim_names == served.dp_cp_dim_names == ["dp_shard", "sp"]
 
 
 def test_sizes_come_from_the_environment_when_not_given(monkeypatch):

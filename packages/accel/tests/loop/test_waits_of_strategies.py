@@ -87,11 +87,12 @@ CASES: dict[str, Case] = {
     "zero 3": Case({"deepspeed_plugin": {"zero_stage": 3}}, SAME_GATHERS),
     "tp": Case({"parallelism_config": ParallelismConfig(tp_size=2)}, texts=True),
     "cp": Case({"parallelism_config": ParallelismConfig(cp_size=2)}, texts=True),
+    "sp": Case({"parallelism_config": ParallelismConfig(sp_size=2)}, texts=True),
     "pp": Case({"parallelism_config": ParallelismConfig(pp_size=2)}, LABELS, texts=True),
 }
 
 
-REPEATED = ("fp16 fsdp", "meter", "zero 0", "zero 1")
+REPEATED = ("fp16 fsdp", "meter", "zero 0", "zero 1", "sp")
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:

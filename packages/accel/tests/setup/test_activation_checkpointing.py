@@ -20,6 +20,7 @@ STRATEGIES: Mapping[str, tuple[dict[str, Any], float]] = {
     "zero3": ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)}, 1e-6),
     "tp": ({"parallelism_config": ParallelismConfig(tp_size=2)}, 1e-12),
     "cp": ({"parallelism_config": ParallelismConfig(cp_size=2)}, 1e-12),
+    "sp": ({"parallelism_config": ParallelismConfig(sp_size=2)}, 1e-12),
     "pp": ({"parallelism_config": ParallelismConfig(pp_size=2)}, 1e-12),
 }
 # Those of the default suite.
@@ -31,7 +32,7 @@ def train(name: str, asked: object) -> tuple[dict[str, torch.Tensor], int]:
     options, _ = STRATEGIES[name]
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, activation_checkpointing=asked, **options)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model: Any = with_exact_loss(tiny_llama(**heads, use_cache=name not in ("pp", "cp")))
+    model: Any = with_exact_loss(tiny_llama(**heads, use_cache=name not in ("pp", "cp", "sp")))
     model = model if name.startswith("zero") else model.double()
     calls = []
     for block in model.model.layers:

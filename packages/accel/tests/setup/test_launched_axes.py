@@ -47,7 +47,10 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.parametrize(("axis", "backend"), [("tp", "fsdp"), ("cp", "fsdp"), ("pp", "pipeline")])
+@pytest.mark.parametrize(
+    ("axis", "backend"),
+    [("tp", "fsdp"), ("cp", "fsdp"), pytest.param("sp", "fsdp", marks=pytest.mark.slow), ("pp", "pipeline")],
+)
 def test_a_degree_of_a_launch_is_served(tmp_path: Path, axis: str, backend: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

@@ -1,4 +1,4 @@
-"""Degrees of tensor, context and expert parallelism: a loop trains as in one process, and checkpoints reshard."""
+"""Degrees of tensor, context, sequence and expert parallelism: loops train as in one process, checkpoints reshard."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from accel import Accelerator
 from accel.utils import TorchContextParallelConfig, TorchTensorParallelConfig, TorchTensorParallelPlugin
 from accel_state import ParallelismConfig, PrepareError, TopologyError
 from accel_testing import RankPool
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_llama, tiny_mixtral, with_exact_loss
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, tiny_mixtral, with_exact_loss
 from accel_testing.equivalence.compare import assert_close_state
 
 LENGTH, GLOBAL_BATCH, STEPS = 16, 8, 3
@@ -108,6 +108,11 @@ LAYOUTS: dict[str, Degrees] = {
     "tp2 replicas2": {"tp_size": 2, "dp_replicate_size": 2},
     "cp2 fsdp2": {"cp_size": 2, "dp_shard_size": 2},
     "cp2 tp2": {"cp_size": 2, "tp_size": 2},
+    "sp2": {"sp_size": 2},
+    "sp2 fsdp2": {"sp_size": 2, "dp_shard_size": 2},
+    "sp2 replicas2": {"sp_size": 2, "dp_replicate_size": 2},
+    "sp2 tp2": {"sp_size": 2, "tp_size": 2},
+    "sp4": {"sp_size": 4},
 }
 
 
@@ -117,7 +122,14 @@ def expected(rank_pool: RankPool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("degrees", LAYOUTS.values(), ids=LAYOUTS.keys())
+SLOW = ("cp2", "sp2", "sp2 replicas2", "sp2 tp2", "sp4")
+"""Layouts that default tests cover elsewhere, or in another product of the same axes."""
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param(LAYOUTS[name], id=name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
+)
 def test_an_unchanged_loop_trains_as_one_process(
     rank_pool: RankPool, expected: dict[str, Any], degrees: Degrees
 ) -> None:
@@ -125,9 +137,9 @@ def test_an_unchanged_loop_trains_as_one_process(
     found = rank_pool.run(train, degrees, ranks=ranks)
     assert_same(found[0], expected)
     assert found[0]["backend"] == "fsdp"
-    for axis in ("tp", "cp"):
-        if f"{axis}_size" in degrees:
-            assert f"{axis}=2" in found[0]["explained"]
+    for axis in ("tp", "cp", "sp"):
+        if (size := degrees.get(f"{axis}_size")) is not None:
+            assert f"{axis}={size}" in found[0]["explained"]
 
 
 def test_the_plugin_of_tensor_parallelism_is_a_degree() -> None:
@@ -200,7 +212,10 @@ CHANGES = [
     ("tp2", ""),
     ("", "tp2"),
     ("tp2", "fsdp2"),
-    ("tp2 fsdp2", "tp2"),
+    pytest.param("tp2 fsdp2", "tp2", marks=pytest.mark.slow),
+    ("sp2 fsdp2", ""),
+    pytest.param("", "sp2", marks=pytest.mark.slow),
+    pytest.param("sp2", "cp2 tp2", marks=pytest.mark.slow),
 ]
 
 
@@ -279,14 +294,47 @@ def loss_of_buffers(degrees: Degrees, loss: bool) -> dict[str, Any]:
     return found
 
 
-def test_buffers_that_a_user_shards_train_as_full_ones(rank_pool: RankPool) -> None:
+@pytest.mark.parametrize("layout", ["cp2", pytest.param("sp2", marks=pytest.mark.slow)])
+def test_buffers_that_a_user_shards_train_as_full_ones(rank_pool: RankPool, layout: str) -> None:
     expected = rank_pool.run(loss_of_buffers, {}, True, ranks=1)[0]
-    found = rank_pool.run(loss_of_buffers, LAYOUTS["cp2"], False, ranks=2)
+    found = rank_pool.run(loss_of_buffers, LAYOUTS[layout], False, ranks=2)
     assert (expected["within"], found[0]["within"]) == ((GLOBAL_BATCH, LENGTH), (GLOBAL_BATCH, LENGTH // 2))
     assert all(one["restored"] for one in found)
     assert_close_state(found[0]["state"], expected["state"], rtol=0, atol=1e-10)
     for one in found:
         assert torch.equal(one["logits"], expected["logits"])
+
+
+def train_on_padding(degrees: Degrees) -> dict[str, Any]:
+    """Two steps on rows with padding at the left or at the right, activations checkpointed, and an evaluation."""
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=ParallelismConfig(**degrees) if degrees else None, activation_checkpointing=True
+    )
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens, mask = torch.stack(samples()[:4]), torch.ones(4, LENGTH, dtype=torch.long)
+    mask[0, :5], mask[1, 11:] = 0, 0
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=mask).logits[mask.bool()]
+    found = {"losses": losses, "logits": logits, "state": dict(accelerator.get_state_dict(model))}
+    accelerator.end_training()
+    return found
+
+
+def test_sequence_parallel_attention_does_not_see_padding(rank_pool: RankPool) -> None:
+    expected = rank_pool.run(train_on_padding, {}, ranks=1)[0]
+    found = rank_pool.run(train_on_padding, LAYOUTS["sp2"], ranks=2)
+    for one in found:
+        assert one["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        assert (one["logits"] - expected["logits"]).abs().max() < 1e-10
+    assert_close_state(found[0]["state"], expected["state"], rtol=0, atol=1e-10)
 
 
 def prepare(degrees: Degrees, make: Any) -> None:
@@ -297,10 +345,12 @@ def prepare(degrees: Degrees, make: Any) -> None:
         accelerator.end_training()
 
 
-def odd_heads() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def three_heads() -> nn.Module:
+    return tiny_gpt2(n_embd=6, n_layer=1, n_head=3)
 
-    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=6, n_layer=1, n_head=2))
+
+def eager_gpt2() -> nn.Module:
+    model: Any = tiny_gpt2(n_embd=6, n_layer=1, n_head=2)
     model.set_attn_implementation("eager")
     made: nn.Module = model
     return made
@@ -309,8 +359,15 @@ def odd_heads() -> nn.Module:
 @pytest.mark.parametrize(
     ("degrees", "make", "message"),
     [
-        ({"cp_size": 2}, odd_heads, "computes attention by 'eager'.*nearest: attn_implementation=\"sdpa\""),
+        ({"cp_size": 2}, eager_gpt2, "computes attention by 'eager'.*nearest: attn_implementation=\"sdpa\""),
         ({"cp_size": 2}, lambda: nn.Linear(2, 2), "Linear is no transformers model"),
+        ({"sp_size": 2}, eager_gpt2, "'eager', and sequence parallelism .*nearest: attn_implementation=\"sdpa\""),
+        ({"sp_size": 2}, three_heads, "has 3 heads of attention, which 2 .* do not divide; nearest: sp_size=1, or cp"),
+        (
+            {"sp_size": 4},
+            lambda: tiny_llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=24),
+            "6 heads of attention, which 4 .*nearest: sp_size=3",
+        ),
         ({"ep_size": 2}, llama, "LlamaForCausalLM has no module of experts.*nearest: ep_size=1"),
         ({"ep_size": 3}, mixtral, "model.layers.0.mlp.experts has 4 experts, which 3 .*nearest: 2 ranks"),
         (

@@ -67,6 +67,10 @@ def strategy_of(
         ),
         ({"torch_tp_plugin": TP2, "env": {"ACCELERATE_USE_FSDP": "true"}}, "fsdp", {"tp_size": 2}),
         ({"degrees": ParallelismConfig(cp_size=2)}, "fsdp", {"cp_size": 2, "cp_backend": "fsdp"}),
+        ({"degrees": ParallelismConfig(sp_size=2)}, "fsdp", {"sp_size": 2, "sp_backend": "fsdp"}),
+        ({"env": {"PARALLELISM_CONFIG_SP_SIZE": "2"}}, "fsdp", {"sp_size": 2, "sp_backend": "fsdp"}),
+        ({"deepspeed_plugin": {}, "degrees": ParallelismConfig(sp_size=2)}, "deepspeed", {"sp_size": 2}),
+        ({"strategy": "deepspeed", "degrees": ParallelismConfig(sp_size=2)}, "deepspeed", {"sp_size": 2}),
         ({"handler": DDPConfig(static_graph=True)}, "ddp", {"dp_replicate_size": 2}),
         ({"handler": DDPConfig(), "ranks": 1}, "single", {}),
     ],
@@ -155,6 +159,10 @@ def test_options_of_a_handler_reach_the_backend_that_they_are_for() -> None:
         (
             {"strategy": "ddp", "degrees": ParallelismConfig(cp_size=2)},
             "cp_size=2: backend 'ddp' .*; nearest: strategy='fsdp'",
+        ),
+        (
+            {"strategy": "ddp", "degrees": ParallelismConfig(sp_size=2)},
+            "sp_size=2: backend 'ddp' .*; nearest: strategy='fsdp'",
         ),
         (
             {"strategy": "ddp", "degrees": ParallelismConfig(tp_size=2)},

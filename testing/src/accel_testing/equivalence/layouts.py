@@ -20,7 +20,7 @@ _HYBRID = re.compile(r"hsdp:(\d+)x(\d+)")
 #: DeepSpeed's ZeRO with its stage: ``ds3:2``.
 _ZERO = re.compile(r"ds([0-3])((?::\d+)?)")
 #: A model axis with its degree: ``tp:2``. Ranks are the product of all degrees of the layout.
-_MODEL_AXIS = re.compile(r"(tp|cp|pp|ep):([1-9]\d*)")
+_MODEL_AXIS = re.compile(r"(tp|cp|sp|pp|ep):([1-9]\d*)")
 #: A further degree of such a layout in the same form: ``pp:2/tp:2`` is ``pp:2/tp=2``.
 _DEGREE = re.compile(rf"^({'|'.join(DEGREES)}):([1-9]\d*)$")
 

@@ -122,14 +122,17 @@ class DDPBackend(ModuleBackend):
 
 
 def _leave_out_quantized(model: nn.Module) -> None:
-    """Excludes frozen weights that consist of several tensors, as those of torchao, from DDP's broadcast.
+    """Excludes frozen quantized weights from DDP's broadcast; every rank has loaded the same.
 
-    A broadcast flattens each tensor, which these do not permit; every rank has loaded the same.
+    A broadcast flattens each tensor, which those of torchao do not permit, because they consist of several tensors; and
+    it would send the integers of bitsandbytes without their scales.
     """
     found = [
         name
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and hasattr(type(parameter), "__tensor_flatten__")
+        if not parameter.requires_grad
+        and type(parameter) is not nn.Parameter
+        and (hasattr(type(parameter), "__tensor_flatten__") or not parameter.is_floating_point())
     ]
     if found:
         leave_out_of_ddp(model, found)

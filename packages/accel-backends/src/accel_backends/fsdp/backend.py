@@ -111,7 +111,7 @@ class FSDPBackend(ModuleBackend):
             if self.session.rank == 0 and is_meta(model):
                 check_initialisers(innermost(model), self._options.param_init_fn)
             units = self._units(model)
-            check_model(model, units, upcast=upcasts(self.policy))
+            check_model(model, units, upcast=upcasts(self.policy), version=2)
             check_hooks(model, units, version=2)
             self._axes.check(innermost(model))
             check_gradients(model, units)

@@ -31,7 +31,7 @@ from accel_state.parallelism.config import ParallelismConfig
 from accel_state.topology import Topology
 
 PREFIX = "FSDP_"
-MODEL_AXES = ("ep", "cp", "tp")
+MODEL_AXES = ("ep", "cp", "sp", "tp")
 """Axes that are applied to a model before it is sharded, outermost first."""
 _KEEPS = (ShardingLevel.SHARD_GRAD_OP, ShardingLevel.NO_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
 _HYBRID = (ShardingLevel.HYBRID_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
@@ -117,7 +117,7 @@ class FSDPConfig(BackendConfig):
     pin_memory: bool | None = None
     find_unused_parameters: bool = False
 
-    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "ep", "tp", "cp"})
+    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "ep", "tp", "cp", "sp"})
 
     @property
     def backend(self) -> str:  # type: ignore[override]
@@ -147,7 +147,7 @@ class FSDPConfig(BackendConfig):
         beside = prod(given.size(axis) for axis in MODEL_AXES)
         if beside > 1:
             config._check_beside(given)
-            given.fitted(facts.topology.world_size)
+            given.served_by(self.backend).fitted(facts.topology.world_size)
         replicas, shards = config.data_degrees(facts.topology, beside)
         degrees = replace(facts.parallelism, dp_replicate_size=replicas, dp_shard_size=shards)
         return Resolution(config, degrees)
@@ -172,6 +172,12 @@ class FSDPConfig(BackendConfig):
             raise ConfigError(
                 f"{sizes} with cpu_ram_efficient_loading=True: every rank needs the values before its layers are "
                 "sharded; nearest: leave it out"
+            )
+        attention = None if parallelism.sp_handler is None else parallelism.sp_handler.sp_attn_implementation
+        if "sp" in active and attention not in (None, "sdpa"):
+            raise ConfigError(
+                f"{sizes} with sp_attn_implementation={attention!r}: this backend exchanges heads around "
+                "scaled_dot_product_attention; nearest: 'sdpa', or strategy='deepspeed'"
             )
 
     def _with_degrees(self, parallelism: ParallelismConfig) -> "FSDPConfig":

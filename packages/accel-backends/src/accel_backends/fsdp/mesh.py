@@ -10,7 +10,7 @@ import torch
 from accel_backends.core.run import Run
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.ops.dtensor import over_axes
-from accel_backends.parallel.axes import ModelAxes
+from accel_backends.parallel.axes import ModelAxes, SequenceAxis
 from accel_backends.roles.layout import ReplicatedLayout
 from accel_state.parallelism.config import ParallelismConfig
 
@@ -25,10 +25,10 @@ class ShardingMesh:
     """Mesh of replicas times shards over a session's ranks, with a tensor-parallel axis within; created on first use.
 
     Attributes:
-        degrees: number of replicas, and shard degree of each: data-parallel, expert-parallel and context-parallel
-            ranks together.
+        degrees: number of replicas, and shard degree of each: data-parallel and expert-parallel ranks, and those of
+            ``sequence``, together.
         tensor_size: number of tensor-parallel ranks.
-        context_size: number of context-parallel ranks.
+        sequence: axis of context or sequence parallelism; None: sequences are full.
         expert_size: number of expert-parallel ranks.
     """
 
@@ -46,11 +46,12 @@ class ShardingMesh:
             ConfigError: degrees that do not divide the number of ranks.
         """
         self.tensor_size = 1 if parallelism is None else parallelism.size("tp")
-        self.context_size = 1 if parallelism is None else parallelism.size("cp")
+        self.sequence = None if parallelism is None else SequenceAxis.of(parallelism)
         self.expert_size = 1 if parallelism is None else parallelism.size("ep")
-        beside = self.tensor_size * self.context_size * self.expert_size
+        sequence_size = 1 if self.sequence is None else self.sequence.size
+        beside = self.tensor_size * sequence_size * self.expert_size
         replicas, shards = config.data_degrees(session.topology, beside)
-        self.degrees = replicas, shards * self.context_size * self.expert_size
+        self.degrees = replicas, shards * sequence_size * self.expert_size
         self._session = session
         self._flat = flat
         self._mesh: DeviceMesh | None = None
@@ -79,7 +80,7 @@ class ShardingMesh:
         return self._mesh
 
     def axis(self, name: str) -> "DeviceMesh":
-        """Mesh of one axis, "tp", "cp" or "ep".
+        """Mesh of one axis, "tp", "ep" or that of ``sequence``.
 
         Collective: every rank of the group must call this. That holds for the first call with a name.
         """
@@ -91,8 +92,10 @@ class ShardingMesh:
             from torch.distributed.device_mesh import init_device_mesh
 
             self._ensure_group()
-            shape = prod(self.degrees) // self.context_size, self.context_size, self.tensor_size
-            every = init_device_mesh(self._session.device.type, shape, mesh_dim_names=("dp", "cp", "tp"))
+            assert self.sequence is not None
+            size = self.sequence.size
+            shape = prod(self.degrees) // size, size, self.tensor_size
+            every = init_device_mesh(self._session.device.type, shape, mesh_dim_names=("dp", self.sequence.name, "tp"))
             self._axes[name] = every[name]
         return self._axes[name]
 
@@ -173,13 +176,15 @@ class MeshLayout(ReplicatedLayout):
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
-        """Sizes of the axes whose ranks compute on the same samples: tensor and context parallelism."""
-        sizes = {"tp": self._sharding.tensor_size, "cp": self._sharding.context_size}
+        """Sizes of the axes whose ranks compute on the same samples: tensor, context and sequence parallelism."""
+        sizes = {"tp": self._sharding.tensor_size}
+        if (sequence := self._sharding.sequence) is not None:
+            sizes[sequence.name] = sequence.size
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     def sharded_buffers(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[None]:
-        """Context in which each buffer is, in place, this rank's shard for its context-parallel group."""
+        """Context in which each buffer is, in place, this rank's shard of context or sequence parallelism."""
         inputs = None if self._axes is None else self._axes.inputs
         return super().sharded_buffers(buffers, dims) if inputs is None else inputs.sharded_buffers(buffers, dims, kept)

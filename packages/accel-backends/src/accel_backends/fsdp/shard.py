@@ -278,11 +278,21 @@ def _shard_unit(
         ignored_params=apart or None,
         shard_placement_fn=placement,
     )
+    _keep_scales(module)
     for parameter in fresh:
         if parameter not in given:
             # Threads of the collectives keep references to sent tensors for a while; this frees the memory at once.
             parameter.data.untyped_storage().resize_(0)
         parameter.data = parameter.data.new_empty(0)
+
+
+def _keep_scales(module: nn.Module) -> None:
+    """Gives the shard of a 4-bit weight of bitsandbytes the scales of the layer, from where state dicts have them."""
+    layer: Any
+    for layer in module.modules():
+        scales = getattr(layer, "quant_state", None)
+        if scales is not None and getattr(layer.weight, "quant_state", None) is None:
+            layer.weight.quant_state = scales
 
 
 def _unit_dtypes(dtypes: dict[str, Any], *, root: bool, wide: bool) -> dict[str, Any]:

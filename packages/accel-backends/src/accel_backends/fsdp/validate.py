@@ -22,8 +22,8 @@ _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
 _OF_VERSION = {2: "fsdp", 1: "fsdp1"}
 
 
-def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
-    """Refuses a model that ``fully_shard`` cannot shard.
+def check_model(model: nn.Module, units: Units, *, upcast: bool, version: int) -> None:
+    """Refuses a model that FSDP of a version cannot shard.
 
     Args:
         upcast: whether trainable half-precision parameters are widened to fp32 first.
@@ -50,23 +50,42 @@ def check_model(model: nn.Module, units: Units, *, upcast: bool) -> None:
             f"{parts[0]} of this {kind} is sharded already (fully_shard), and the whole is not; give prepare the bare "
             "model, or shard all of it yourself"
         )
-    _check_layouts(model, units)
+    _check_layouts(model, units, version)
     _check_dtypes(model, units, upcast=upcast)
 
 
-def _check_layouts(model: nn.Module, units: Units) -> None:
-    """Refuses quantized weights, which consist of several tensors, unless their class says how they are gathered."""
+def _check_layouts(model: nn.Module, units: Units, version: int) -> None:
+    """Refuses quantized weights that a shard would not describe.
+
+    Those of torchao consist of several tensors, unless their class says how they are gathered; 8-bit layers of
+    bitsandbytes compute with attributes of the weight, which shards do not have, and 4-bit ones with scales of the
+    layer. The flat parameters of version 1 take no integers.
+    """
     from torch.distributed.tensor import DTensor
 
     for name, parameter in _sharded_parameters(model, units):
         gathers = isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather")
-        if hasattr(parameter, "__tensor_flatten__") and not gathers:
-            kind = type(parameter)
+        kind, package = type(parameter).__name__, type(parameter).__module__.partition(".")[0]
+        of_8bit, of_4bit = hasattr(parameter, "SCB"), hasattr(parameter, "quant_state")
+        whole = (
+            f"{name.rpartition('.')[0]!r} and its like, which stay whole on each rank while the rest is sharded, or "
+            "strategy='ddp'"
+        )
+        if of_4bit and getattr(parameter, "quant_state", None) is None:
             raise PrepareError(
-                f"{name} of {type(innermost(model)).__name__} is an {kind.__name__} "
-                f"of {kind.__module__.split('.')[0]}, which cannot be cut into shards; nearest: ignored_modules with "
-                f"{name.rpartition('.')[0]!r} and its like, which stay whole on each rank while the rest is sharded, "
-                "or strategy='ddp'"
+                f"{name} of {type(innermost(model)).__name__} is {kind} of {package} without scales: it was never "
+                "quantized; load it on every rank before prepare, by load_and_quantize_model"
+            )
+        if (hasattr(parameter, "__tensor_flatten__") and not gathers) or of_8bit:
+            raise PrepareError(
+                f"{name} of {type(innermost(model)).__name__} is an {kind} of {package}, which cannot be cut into "
+                f"shards; nearest: ignored_modules with {whole}"
+            )
+        if version == 1 and not (parameter.is_floating_point() or parameter.is_complex()):
+            newer = "fsdp_version=2, which shards 4-bit weights; " if of_4bit else "fsdp_version=2; "
+            raise PrepareError(
+                f"{name} of {type(innermost(model)).__name__} is {dtype_name(parameter.dtype)}, and flat parameters of "
+                f"fsdp_version=1 take floating-point numbers only; nearest: {newer}ignored_modules with {whole}"
             )
 
 

@@ -97,7 +97,7 @@ class FSDP1Backend(ModuleBackend):
                 splitting |= {id(parameter): parameter for parameter in model.parameters()}
                 continue
             units = self._units(model)
-            check_model(model, units, upcast=upcasts(self.policy))
+            check_model(model, units, upcast=upcasts(self.policy), version=1)
             check_hooks(model, units, version=1)
             check_gradients(model, units)
             check_dimensions(model, units)

@@ -1,7 +1,8 @@
-"""Axes of a run's models (experts, tensors, contexts), in the order in which a backend applies them."""
+"""Axes of a run's models (experts, tensors, sequences), in the order in which a backend applies them."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self, final
 
 import torch
 from torch import nn
@@ -13,8 +14,41 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_backends.core.run import Run
+    from accel_backends.parallel.context_parallel import Context
     from accel_backends.parallel.plan import TensorParallelPlan
     from accel_backends.parallel.sequence_inputs import SequenceInputs
+    from accel_state.parallelism.config import ParallelismConfig
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SequenceAxis:
+    """Axis whose ranks hold shards of sequences, and how attention spans them; see ``Context``."""
+
+    name: Literal["cp", "sp"]
+    size: int
+    method: Literal["allgather", "ring", "ulysses"]
+    balanced: bool = True
+    length: int | None = None
+
+    @classmethod
+    def of(cls, parallelism: "ParallelismConfig") -> Self | None:
+        """The axis of a run, which has one of the two at most; None if sequences are full."""
+        if (size := parallelism.size("sp")) > 1:
+            options = parallelism.sp_handler
+            varies = options is None or options.sp_seq_length_is_variable
+            return cls("sp", size, "ulysses", length=None if varies or options is None else options.sp_seq_length)
+        if (size := parallelism.size("cp")) > 1:
+            handler = parallelism.cp_handler
+            ring = handler is not None and handler.cp_comm_strategy == "alltoall"
+            return cls("cp", size, "ring" if ring else "allgather", handler is None or handler.load_balance)
+        return None
+
+    def context(self, mesh: "DeviceMesh") -> "Context":
+        """Sharding of sequences over the ranks of ``mesh``, that of this axis."""
+        from accel_backends.parallel.context_parallel import Context
+
+        return Context(mesh, self.method, self.balanced, self.length)
 
 
 @final
@@ -27,24 +61,20 @@ class ModelAxes:
 
     def __init__(self, run: "Run", mesh: "Callable[[str], DeviceMesh]", *, shards: int = 1) -> None:
         self._run, self._mesh, self._shards = run, mesh, shards
-        self._tensor, self._context = run.parallelism.size("tp"), run.parallelism.size("cp")
+        self._tensor, self._sequence = run.parallelism.size("tp"), SequenceAxis.of(run.parallelism)
         self._expert = run.parallelism.size("ep")
         self._inputs: SequenceInputs | None = None
 
     @property
     def inputs(self) -> "SequenceInputs | None":
-        """Sharding of the inputs of context-parallel models; None without context parallelism.
+        """Sharding of the inputs of context- and sequence-parallel models; None without these axes.
 
         Collective: every rank of the group must call this. That holds for the first read.
         """
-        if self._context > 1 and self._inputs is None:
-            from accel_backends.parallel.context_parallel import Context
+        if self._sequence is not None and self._inputs is None:
             from accel_backends.parallel.sequence_inputs import SequenceInputs
 
-            handler = self._run.parallelism.cp_handler
-            ring = handler is not None and handler.cp_comm_strategy == "alltoall"
-            balanced = handler is None or handler.load_balance
-            self._inputs = SequenceInputs(Context(self._mesh("cp"), "ring" if ring else "allgather", balanced))
+            self._inputs = SequenceInputs(self._sequence.context(self._mesh(self._sequence.name)))
         return self._inputs
 
     def experts(self, model: nn.Module) -> list[str]:
@@ -71,11 +101,12 @@ class ModelAxes:
 
             self._check_values(model, f"tp_size={self._tensor}")
             check_tensor_parallel(model, self._tensor, self.plan)
-        if self._context > 1:
+        if self._sequence is not None:
             from accel_backends.parallel.sdpa import check_context_parallel
             from accel_backends.parallel.sequence_inputs import check_inputs
 
-            check_context_parallel(model)
+            layers = 1 if isinstance(self.plan, Mapping) else self._tensor  # a user's plan may leave attention out
+            check_context_parallel(model, self._sequence.method, self._sequence.size, layers=layers)
             check_inputs(model)
 
     def apply(

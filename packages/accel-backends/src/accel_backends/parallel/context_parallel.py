@@ -1,4 +1,4 @@
-"""Context parallelism: every rank of one mesh axis holds a shard of each sequence, and attention spans all of them."""
+"""Context and sequence parallelism: ranks of a mesh axis hold shards of sequences, and attention spans all of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from accel_backends.parallel.attention.exchanged import exchanged_attention
 from accel_backends.parallel.attention.gathered import gathered_attention
 from accel_backends.parallel.attention.positions import SequenceSharding
 from accel_backends.parallel.attention.ring import ring_attention
@@ -17,7 +18,11 @@ from accel_state.errors import BackendError, ConfigError, PrepareError
 #: Label of a token without loss, as in ``torch.nn.functional.cross_entropy``.
 IGNORED = -100
 _LABELS = ("labels", "shift_labels")
-_METHODS: Mapping[str, Callable[..., torch.Tensor]] = {"allgather": gathered_attention, "ring": ring_attention}
+_METHODS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "allgather": gathered_attention,
+    "ring": ring_attention,
+    "ulysses": exchanged_attention,
+}
 
 
 @final
@@ -27,15 +32,19 @@ class Context:
 
     ``allgather`` gathers keys and values of full sequences on every rank and calls torch's attention kernels; ``ring``
     keeps shards only and computes the scores itself (see ``attention.blocks``), so it needs less memory for keys and
-    more for scores. Both are exact. ``balanced`` gives every rank as many causal scores to compute.
+    more for scores. ``ulysses`` exchanges heads for tokens, so that each rank calls the kernels with full sequences of
+    some of the heads; that is sequence parallelism. All are exact. ``balanced`` gives every rank as many causal scores
+    to compute, which ``ulysses`` does always. ``length`` is the number of tokens of every sequence; None: batches
+    differ.
 
     Raises:
         ConfigError: a mesh of several axes, or a method that does not exist.
     """
 
     mesh: DeviceMesh
-    method: Literal["allgather", "ring"] = "allgather"
+    method: Literal["allgather", "ring", "ulysses"] = "allgather"
     balanced: bool = True
+    length: int | None = None
 
     def __post_init__(self) -> None:
         if self.mesh.ndim != 1:
@@ -49,11 +58,21 @@ class Context:
     @cached_property
     def sharding(self) -> SequenceSharding:
         """Division of the positions among the ranks."""
-        return SequenceSharding(self.mesh.size(), self.balanced)
+        return SequenceSharding(self.mesh.size(), self.balanced and self.method != "ulysses")
+
+    @property
+    def kind(self) -> str:
+        """Word for the parallelism in messages: "context-parallel", or "sequence-parallel" of ``ulysses``."""
+        return "sequence-parallel" if self.method == "ulysses" else "context-parallel"
+
+    @property
+    def without(self) -> str:
+        """Degree that turns the parallelism off, for messages."""
+        return "sp_size=1" if self.method == "ulysses" else "cp_size=1"
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Context-parallel group of this rank."""
+        """Group of ranks that hold the shards of this rank's sequences."""
         return self.mesh.get_group()
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> torch.Tensor:
@@ -73,27 +92,31 @@ class Context:
 
         Every tensor with the length of ``input_ids`` (or ``inputs_embeds``) in dim 1 is sharded; others are kept.
         ``position_ids`` are added. Labels become ``shift_labels``, because the next token of a chunk's last one is on
-        another rank; ``labels`` are the same tensor, since transformers' models compute a loss only with them.
+        another rank; ``labels`` are the same tensor, since transformers' models compute a loss only with them. With
+        ``ulysses``, ``attention_mask`` stays full where it has zeros (padding).
 
         Raises:
-            PrepareError: no sequences, a length that does not divide, padding that attention would see, or positions
-                that begin anew within a row (packed sequences).
+            PrepareError: no sequences, a length that is not ``length`` or does not divide, padding that attention would
+                see, or positions that begin anew within a row (packed sequences).
         """
         first = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)
         if first is None:
             raise PrepareError(f"a batch of {', '.join(batch)} has no input_ids or inputs_embeds to shard")
         length = first.shape[1]
-        _check_mask(batch.get("attention_mask"))
+        if self.length not in (None, length):
+            raise PrepareError(f"sequences of {length} tokens, and sp_seq_length says that all have {self.length}")
+        mask = self._padding(batch.get("attention_mask"), length)
         full = {key: value for key, value in batch.items() if key != "attention_mask"}
         if "position_ids" in full:
-            _check_positions(full["position_ids"])
+            self._check_positions(full["position_ids"])
         else:  # not checked, because that waits for the device
             full["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[0], length)
         if "labels" in full and "shift_labels" not in full:
             full["shift_labels"] = _shifted(full["labels"])
         if "shift_labels" in full:
             full["labels"] = full["shift_labels"]
-        return {key: self.shard(value) if _has_length(value, length) else value for key, value in full.items()}
+        shard = {key: self.shard(value) if _has_length(value, length) else value for key, value in full.items()}
+        return shard if mask is None else {**shard, "attention_mask": mask}
 
     def attention(
         self,
@@ -103,17 +126,20 @@ class Context:
         *,
         causal: bool,
         scale: float | None = None,
+        padding: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of this rank's queries to the keys of full sequences; (batch, heads, local tokens, features).
 
+        ``padding``: (batch, tokens of full sequences), false where a token is padding; ``ulysses`` only.
+
         Raises:
-            BackendError: queries and keys are not the same shard of one sequence.
+            BackendError: queries and keys are not the same shard of one sequence, or heads do not divide.
 
         Collective: every rank of the group must call this.
         """
         if query.shape[-2] != key.shape[-2] or query.ndim != 4:
             raise BackendError(
-                f"context-parallel attention of queries {tuple(query.shape)} to keys {tuple(key.shape)}; expected "
+                f"{self.kind} attention of queries {tuple(query.shape)} to keys {tuple(key.shape)}; expected "
                 "self-attention (batch, heads, tokens, features) of as many keys as queries, so no cache and no "
                 "cross-attention"
             )
@@ -127,6 +153,7 @@ class Context:
             sharding=self.sharding,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             causal=causal,
+            **({} if padding is None else {"padding": padding}),
         )
 
     def token_mean(self, losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -149,6 +176,28 @@ class Context:
         ours = local * self.mesh.size() / count
         return ours + (total[0] / count - ours).detach()
 
+    def _padding(self, mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
+        """Mask of padding that attention has to apply; None without padding."""
+        if mask is None or bool((mask != 0).all()):
+            return None
+        if self.method != "ulysses":
+            raise PrepareError(
+                "a batch with padding (attention_mask has zeros), which context-parallel attention would see; nearest: "
+                "pad on the right, leave attention_mask out and label padding -100, which causal attention never reads"
+            )
+        if mask.shape[1:] != (length,):
+            raise PrepareError(
+                f"attention_mask of shape {tuple(mask.shape)}; expected (batch, {length}), zero where there is padding"
+            )
+        return mask
+
+    def _check_positions(self, positions: torch.Tensor) -> None:
+        if bool((positions.diff(dim=-1) != 1).any()):
+            raise PrepareError(
+                f"position_ids do not ascend by one: packed sequences, across whose boundaries {self.kind} attention "
+                "would look; nearest: one sequence in each row"
+            )
+
 
 def _has_length(value: Any, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
@@ -159,19 +208,3 @@ def _shifted(labels: torch.Tensor) -> torch.Tensor:
     shifted = torch.full_like(labels, IGNORED)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
-
-
-def _check_mask(mask: torch.Tensor | None) -> None:
-    if mask is not None and not bool((mask != 0).all()):
-        raise PrepareError(
-            "a batch with padding (attention_mask has zeros), which context-parallel attention would see; nearest: pad "
-            "on the right, leave attention_mask out and label padding -100, which causal attention never reads"
-        )
-
-
-def _check_positions(positions: torch.Tensor) -> None:
-    if bool((positions.diff(dim=-1) != 1).any()):
-        raise PrepareError(
-            "position_ids do not ascend by one: packed sequences, across whose boundaries context-parallel attention "
-            "would look; nearest: one sequence in each row"
-        )

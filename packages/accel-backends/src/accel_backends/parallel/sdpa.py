@@ -1,4 +1,4 @@
-"""Context-parallel attention in the place of ``scaled_dot_product_attention``."""
+"""Attention over shards of sequences in the place of ``scaled_dot_product_attention``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from accel_backends.parallel.attention.exchanged import nearest_degree
 from accel_backends.parallel.context_parallel import Context
 from accel_state.errors import BackendError, PrepareError
 
 
 def apply_context_parallel(model: nn.Module, context: Context) -> None:
-    """Replaces a transformers model's attention, in place, by attention over the shards of its context-parallel group.
+    """Replaces a transformers model's attention, in place, by attention over the shards of the ranks of ``context``.
 
     The model has to be called with shards (``Context.shard_batch``) from then on. It uses transformers' public registry
     of attention functions, so activation checkpointing and torch.compile see an ordinary function.
@@ -23,12 +24,12 @@ def apply_context_parallel(model: nn.Module, context: Context) -> None:
         PrepareError: a model that is not of transformers, whose attention is not scaled_dot_product_attention, or that
             has layers of another attention (sliding windows, linear attention).
     """
-    check_context_parallel(model)
+    check_context_parallel(model, context.method, context.mesh.size())
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"context_parallel_{context.method}_{context.group.group_name}_{context.balanced}"
     AttentionInterface.register(name, _transformers_attention(context))
-    AttentionMaskInterface.register(name, _refuse_masks)
+    AttentionMaskInterface.register(name, _transformers_mask(context))
     cast(Any, model).set_attn_implementation(name)
 
 
@@ -89,21 +90,21 @@ def _attention(  # noqa: PLR0913 - the signature of torch's function
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` over shards, with its signature."""
+    """``F.scaled_dot_product_attention`` over shards, with its signature, and with a mask of padding."""
     if attn_mask is not None:
         raise BackendError(
-            f"context-parallel attention with a mask of shape {tuple(attn_mask.shape)}; expected none, or "
-            "is_causal=True"
+            f"{context.kind} attention with a mask of shape {tuple(attn_mask.shape)}; expected none, or is_causal=True"
         )
     if dropout_p:
         raise BackendError(
-            f"context-parallel attention with dropout {dropout_p}, which is not supported; nearest: dropout_p=0.0 in "
+            f"{context.kind} attention with dropout {dropout_p}, which is not supported; nearest: dropout_p=0.0 in "
             "attention"
         )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise BackendError(f"{query.shape[1]} heads of queries and {key.shape[1]} of keys; expected enable_gqa=True")
-    return context.attention(query, key, value, causal=is_causal, scale=scale)
+    return context.attention(query, key, value, causal=is_causal, scale=scale, padding=padding)
 
 
 def _transformers_attention(context: Context) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -125,34 +126,55 @@ def _transformers_attention(context: Context) -> Callable[..., tuple[torch.Tenso
             if options.get(option) is not None:
                 raise BackendError(
                     f"{type(module).__name__} calls attention with {option}={options[option]!r}, which "
-                    "context-parallel attention does not compute; nearest: cp_size=1"
+                    f"{context.kind} attention does not compute; nearest: {context.without}"
                 )
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        output = _attention(context, query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=True)
+        padding = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+        mask = attention_mask if padding is None else None
+        output = _attention(
+            context, query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=True, padding=padding
+        )
         return output.transpose(1, 2).contiguous(), None
 
     return attend
 
 
-def _refuse_masks(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> None:
-    """Takes the place of transformers' construction of masks: attention itself is causal, and anything else refused."""
-    if attention_mask is not None and not bool(attention_mask.all()):
+def _transformers_mask(context: Context) -> Callable[..., torch.Tensor | None]:
+    """Takes the place of transformers' construction of masks: attention itself is causal, and gets padding only."""
+
+    def mask(
+        *args: Any, attention_mask: torch.Tensor | None = None, q_length: int = 0, **options: Any
+    ) -> torch.Tensor | None:
+        if options.get("local_size") is not None:
+            raise BackendError(
+                f"{context.kind} attention with a window of {options['local_size']} tokens; nearest: {context.without}"
+            )
+        if attention_mask is None:
+            return None
+        if context.method == "ulysses" and attention_mask.shape[-1] == q_length * context.mesh.size():
+            return attention_mask
+        if bool(attention_mask.all()):
+            return None
         raise BackendError(
-            "context-parallel attention with padding (attention_mask has zeros); nearest: pad on the right, leave "
+            f"{context.kind} attention with padding (attention_mask has zeros); nearest: pad on the right, leave "
             "attention_mask out and label padding -100"
         )
-    if options.get("local_size") is not None:
-        raise BackendError(
-            f"context-parallel attention with a window of {options['local_size']} tokens; nearest: cp_size=1"
-        )
+
+    return mask
 
 
-def check_context_parallel(model: nn.Module) -> None:
+def check_context_parallel(model: nn.Module, method: str, size: int, *, layers: int = 1) -> None:
     """Refuses models whose attention :func:`apply_context_parallel` cannot replace; without communication.
 
+    Args:
+        method: as in :class:`Context`.
+        size: number of ranks that hold shards of a sequence.
+        layers: number of tensor-parallel ranks, among which the heads are divided before.
+
     Raises:
-        PrepareError: as :func:`apply_context_parallel`.
+        PrepareError: as :func:`apply_context_parallel`, or ``ulysses`` has heads that the ranks do not divide.
     """
+    kind, axis = ("sequence", "sp") if method == "ulysses" else ("context", "cp")
     if not hasattr(model, "set_attn_implementation"):
         raise PrepareError(
             f"{type(model).__name__} is no transformers model; nearest: the context manager "
@@ -162,7 +184,7 @@ def check_context_parallel(model: nn.Module) -> None:
     used = getattr(config, "_attn_implementation", None)
     if used != "sdpa" and not str(used).startswith("context_parallel_"):
         raise PrepareError(
-            f"{type(model).__name__} computes attention by {used!r}, and context parallelism replaces "
+            f"{type(model).__name__} computes attention by {used!r}, and {kind} parallelism replaces "
             'scaled_dot_product_attention; nearest: attn_implementation="sdpa"'
         )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
@@ -170,5 +192,13 @@ def check_context_parallel(model: nn.Module) -> None:
     if kinds or (window is not None and not getattr(config, "layer_types", None)):
         found = f"layers of {', '.join(sorted(kinds))}" if kinds else f"a sliding window of {window} tokens"
         raise PrepareError(
-            f"{type(model).__name__} has {found}, which context-parallel attention does not compute; nearest: cp_size=1"
+            f"{type(model).__name__} has {found}, which {kind}-parallel attention does not compute; nearest: "
+            f"{axis}_size=1"
+        )
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if method == "ulysses" and heads is not None and heads % (size * layers):
+        each, among = max(1, heads // layers), "" if layers == 1 else f" after tp_size={layers}"
+        raise PrepareError(
+            f"{type(model).__name__} has {heads} heads of attention, which {size} sequence-parallel ranks do not "
+            f"divide{among}; nearest: sp_size={nearest_degree(each, size)}, or cp_size={size}, which needs no heads"
         )

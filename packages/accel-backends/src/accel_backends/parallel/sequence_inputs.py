@@ -1,4 +1,4 @@
-"""Inputs of context-parallel models: full sequences are sharded before each forward, and the loss is that of all."""
+"""Inputs of models over shards of sequences: full ones are sharded before each forward, and the loss is that of all."""
 
 import inspect
 from collections.abc import Collection, Iterator, Sequence
@@ -18,7 +18,7 @@ _OUTPUTS = ("logits", "last_hidden_state")
 
 @final
 class SequenceInputs:
-    """Shards the inputs of models over a context-parallel group, whose ranks are given the same full sequences.
+    """Shards the inputs of models over the ranks of a context, which are given the same full sequences.
 
     A model is called with full sequences as keywords. Its loss is the mean over the labelled tokens of all ranks. Its
     other outputs are those of this rank's tokens (``Context.positions``) where gradients are computed, and otherwise
@@ -68,8 +68,8 @@ class SequenceInputs:
     def _shard(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             raise BackendError(
-                f"{type(model).__name__} was called with {len(args)} arguments without names, and context parallelism "
-                f"shards tensors by name; nearest: model({_TOKENS[0]}=..., labels=...)"
+                f"{type(model).__name__} was called with {len(args)} arguments without names, and "
+                f"{self.context.kind} models shard tensors by name; nearest: model({_TOKENS[0]}=..., labels=...)"
             )
         kwargs = self._completed(kwargs) if self._given_shards else self.context.shard_batch(kwargs)
         labels = kwargs.get("shift_labels", kwargs.get("labels"))
@@ -126,8 +126,8 @@ def check_inputs(model: nn.Module) -> None:
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD or one.name == "num_items_in_batch" for one in parameters):
         raise PrepareError(
-            f"the forward of {type(model).__name__} takes no num_items_in_batch, by which context parallelism averages "
-            "the loss over the tokens of all ranks; nearest: a model of transformers, or a forward with **kwargs that "
+            f"the forward of {type(model).__name__} takes no num_items_in_batch, by which the loss is averaged "
+            "over the tokens of all ranks; nearest: a model of transformers, or a forward with **kwargs that "
             "go to its loss function"
         )
 

@@ -76,13 +76,15 @@ def _config(words: Sequence[str]) -> int:
     if path.exists():
         print(f"Configuration already exists at {path}, will not override. Run `accelerate config` manually.")
         return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    precision = _option(words, "--mixed_precision")
-    chosen = [] if precision is None else ["--mixed_precision", precision]
-    status = run(["config", "default", "--output", str(path), *chosen])
-    if status == 0:
-        print(f"accelerate configuration saved at {path}")
-    return status
+    from accel_compat.commands.config_files import write_basic_config
+
+    try:
+        write_basic_config(_option(words, "--mixed_precision") or "no", path)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"accelerate configuration saved at {path}")
+    return 0
 
 
 def _env(words: Sequence[str]) -> int:

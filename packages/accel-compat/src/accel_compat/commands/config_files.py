@@ -184,6 +184,8 @@ def load_config_from_file(config_file: Any) -> ClusterConfig | SageMakerConfig:
 def write_basic_config(mixed_precision: str = "no", save_location: Any = None) -> Path | bool:
     """Writes settings for all accelerators of this machine, and returns the path; False if the file exists.
 
+    The file is YAML if its name ends so, otherwise JSON.
+
     Raises:
         ValueError: an unknown precision.
     """
@@ -199,14 +201,15 @@ def write_basic_config(mixed_precision: str = "no", save_location: Any = None) -
     count = torch.accelerator.device_count() if kind is not None else 1
     name = "NO" if kind is None or count == 1 else "MULTI_GPU" if kind.type == "cuda" else f"MULTI_{kind.type.upper()}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    ClusterConfig(
+    config = ClusterConfig(
         compute_environment="LOCAL_MACHINE",
         distributed_type=name,
         mixed_precision=mixed_precision.lower(),
         use_cpu=kind is None,
         debug=False,
         num_processes=count,
-    ).to_json_file(path)
+    )
+    (config.to_yaml_file if path.suffix in (".yaml", ".yml") else config.to_json_file)(path)
     return path
 
 

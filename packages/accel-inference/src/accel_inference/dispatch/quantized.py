@@ -21,12 +21,15 @@ from accel_inference.quantization.quantizer import Quantizer
 from accel_inference.quantization.selection import quantized_modules
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
 from accel_inference.weights.loading import load_weights, missing_weights
-from accel_inference.weights.reading import read_in_order
+from accel_inference.weights.reading import read_in_order, read_in_turn
 from accel_inference.weights.sources import Weight
+from accel_state.device.memory import trim_host_memory
 from accel_state.errors import CheckpointMismatchError
 
 _LOG = getLogger(__name__)
 DeviceMap = Mapping[str, DeviceLike]
+_BETWEEN_TRIMS = 2**24
+"""Bytes of weights in full precision after which the host memory of the library's temporary tensors is returned."""
 
 
 def load_and_quantize_model(
@@ -164,16 +167,30 @@ def _load(
         keep_in_fp32_modules=config.keep_in_fp32_modules,
         besides=own,
     )
-    for name, value in zip(own, read_in_order(own.values()), strict=True):
+    full = {name: source for name, source in own.items() if not beside[name.removesuffix(".weight")]}
+    kept = {name: source for name, source in own.items() if name not in full}
+    done = 0
+    for (name, source), value in zip(full.items(), read_in_turn(full.values()), strict=True):
+        layer, device = _layer_of(name, layers, places, value)
+        plain = type(value) is Tensor  # otherwise a tensor of torchao, from a state dict
+        layer.weight = quantizer.weight(layer, value, device) if plain else quantizer.restored(layer, value, {}, device)
+        if (done := done + source.nbytes) >= _BETWEEN_TRIMS:
+            done = 0
+            trim_host_memory()
+    trim_host_memory()
+    for name, value in zip(kept, read_in_order(kept.values()), strict=True):
         module = name.removesuffix(".weight")
-        layer = layers[module]
-        device = _device(module, places, value)
+        layer, device = _layer_of(name, layers, places, value)
         saved = {one.removeprefix(f"{module}."): sources[one].read() for one in beside[module]}
-        whole = not saved and type(value) is Tensor
-        layer.weight = (
-            quantizer.weight(layer, value, device) if whole else quantizer.restored(layer, value, saved, device)
-        )
+        layer.weight = quantizer.restored(layer, value, saved, device)
     return offloaded
+
+
+def _layer_of(
+    weight: str, layers: Mapping[str, nn.Module], places: DeviceMap | None, value: Tensor
+) -> tuple[nn.Module, torch.device]:
+    module = weight.removesuffix(".weight")
+    return layers[module], _device(module, places, value)
 
 
 def _check_shapes(

@@ -58,12 +58,13 @@ class BnbQuantizer:
         made.weight.requires_grad_(False)
         if linear.bias is not None:
             made.bias = linear.bias
+        made.register_load_state_dict_pre_hook(_take_scales_8bit if config.load_in_8bit else _take_scales_4bit)
         return made.train(linear.training)
 
     def weight(self, layer: nn.Module, value: Tensor, device: torch.device) -> nn.Parameter:
         layers = bitsandbytes().nn
-        if self.config.load_in_8bit:
-            quantized = layers.Int8Params(value, requires_grad=False, has_fp16_weights=False)
+        if self.config.load_in_8bit:  # which quantizes only on the way from the host
+            quantized = layers.Int8Params(value.cpu(), requires_grad=False, has_fp16_weights=False)
         else:
             quantized = layers.Params4bit(
                 value.to(self.config.torch_dtype),
@@ -96,3 +97,26 @@ class BnbQuantizer:
         statistics = {name.removeprefix("weight."): tensor for name, tensor in saved.items()}
         made = layers.Params4bit.from_prequantized(value, statistics, requires_grad=False, device=device, module=layer)
         return made
+
+
+def _take_scales_8bit(module: nn.Module, _state: Mapping[str, Any], _prefix: str, *_: object) -> None:
+    """Makes a layer that has computed load a state dict.
+
+    A forward moves the scales from the weight to the layer, and loading looks for them at the weight.
+    """
+    layer: Any = module
+    if layer.weight.SCB is None and layer.state.SCB is not None:
+        layer.weight.CB, layer.weight.SCB = layer.state.CB, layer.state.SCB
+
+
+def _take_scales_4bit(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Makes a layer load its scales from a state dict, where they are beside the weight; it would ignore them."""
+    layer: Any = module
+    begin = f"{prefix}weight."
+    given = {name.removeprefix(begin): state.pop(name).clone() for name in list(state) if name.startswith(begin)}
+    if not given:
+        return
+    if getattr(layer.quant_state, "packing_format_for_cpu", False):
+        layer.state_dict()  # as a side effect the weight gets the layout of checkpoints again
+    found = bitsandbytes().functional.QuantState.from_dict(qs_dict=given, device=layer.weight.device)
+    layer.quant_state = layer.weight.quant_state = found

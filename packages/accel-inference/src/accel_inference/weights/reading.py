@@ -4,9 +4,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from accel_inference.weights.sources import FileWeight, Weight
+from accel_state.device.huge_pages import new_tensor
 from accel_state.environment import usable_cpus
 
 _MOST_THREADS = 4
@@ -43,6 +45,32 @@ def read_in_order(sources: Iterable[Weight], *, threads: int | None = None) -> I
             for read in reads:
                 if isinstance(read, Future):
                     read.cancel()
+
+
+def read_in_turn(sources: Iterable[Weight]) -> Iterator[Tensor]:
+    """Yields weights in their order, each of which the caller needs only until it takes the next one.
+
+    Weights of files share two buffers of the largest one's size: one is read while the caller uses the other. With new
+    memory for each, glibc would keep what is freed between the tensors that the caller makes, which was 1.7 times a
+    model of 16 MiB weights.
+    """
+    listed = list(sources)
+    largest = max((source.nbytes for source in listed if isinstance(source, FileWeight)), default=0)
+    buffers = [new_tensor((largest,), torch.uint8) for _ in listed[:2]]
+
+    def begin(position: int) -> Weight | Future[Tensor]:
+        source = listed[position]
+        if isinstance(source, FileWeight):
+            return team.submit(source.read, buffers[position % 2])
+        return source
+
+    with ThreadPoolExecutor(1, "accel weights") as team:
+        following = begin(0) if listed else None
+        for position in range(len(listed)):
+            current = following
+            assert current is not None
+            following = begin(position + 1) if position + 1 < len(listed) else None
+            yield _result(current)
 
 
 def _result(read: "Weight | Future[Tensor]") -> Tensor:

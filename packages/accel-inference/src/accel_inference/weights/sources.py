@@ -101,11 +101,11 @@ class FileWeight:
         """Bytes in the file."""
         return self.elements * self.stored.itemsize
 
-    def read(self) -> Tensor:
-        """The tensor in new host memory."""
+    def read(self, buffer: Tensor | None = None) -> Tensor:
+        """The tensor in new host memory, or at the begin of ``buffer`` (uint8) unless it is used in another dtype."""
         # numpy-free and without the modes of the caller: a weight is neither meta nor of inference mode.
         with torch.inference_mode(False), torch.device("cpu"):
-            raw = new_tensor((self.nbytes,), torch.uint8)
+            raw = new_tensor((self.nbytes,), torch.uint8) if buffer is None else buffer[: self.nbytes]
             if self.nbytes:
                 self.file.read_into(raw.numpy().data, self.offset)
             return raw.view(self.stored).reshape(self.shape).to(self.dtype)

@@ -34,6 +34,7 @@ _ELSEWHERE = {
     "estimate-memory": ("accel", "What loading and training a model takes, by dtype."),
     "explain": ("accel", "Say what a script's run would do, and what its steps send."),
     "report": ("accel", "Show a run's own log as one HTML page."),
+    "migrate": ("accel-compat", "What to change in scripts that are written for Accelerate."),
     "check": ("accel-testing", "Compare a program under a layout with plain training."),
     "test": ("accel-testing", "Train on this machine's devices in every way; a table of what works."),
 }

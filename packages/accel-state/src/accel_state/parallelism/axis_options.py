@@ -88,11 +88,14 @@ class TorchContextParallelConfig:
 @final
 @dataclass(frozen=True)
 class DeepSpeedSequenceParallelConfig:
-    """Options of DeepSpeed's sequence parallelism: sequence length in tokens, whether it varies, attention.
+    """Options of sequence parallelism (Ulysses), by DeepSpeed or another backend: tokens of a sequence, attention.
+
+    Sequences of a length other than ``sp_seq_length`` are refused if ``sp_seq_length_is_variable`` is false.
+    ``sp_attn_implementation`` is the attention between the exchanges of heads; None: the model's own.
 
     Options that are None are read from ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``, ``..._SP_SEQ_LENGTH_IS_VARIABLE`` (default
-    true) and ``..._SP_ATTN_IMPLEMENTATION``. ``backend`` is the name of the implementation that these options are for,
-    which creates the groups of the axis itself.
+    true) and ``..._SP_ATTN_IMPLEMENTATION``. ``backend`` is the name of the default implementation, which creates the
+    groups of the axis itself.
     """
 
     backend: ClassVar[str] = "deepspeed"

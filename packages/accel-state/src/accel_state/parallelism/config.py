@@ -254,12 +254,12 @@ class ParallelismConfig:
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Axes over which FSDP shards parameters."""
-        return self._active("dp_shard", "ep", "cp")
+        return self._active("dp_shard", "ep", "cp", *self._sequences_here)
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Axes over which the loss is averaged."""
-        return self._active("dp_replicate", "dp_shard", "ep", "cp")
+        return self._active("dp_replicate", "dp_shard", "ep", "cp", *self._sequences_here)
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -303,12 +303,12 @@ class ParallelismConfig:
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are split over ranks by torch (context parallelism)."""
+        """Whether sequences are split over ranks, attention included (context parallelism)."""
         return self.size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are split over ranks between layers (sequence parallelism)."""
+        """Whether sequences are split over ranks, which exchange heads for tokens in attention (Ulysses)."""
         return self.size("sp") > 1
 
     @property
@@ -324,6 +324,11 @@ class ParallelismConfig:
     @property
     def _groups_elsewhere(self) -> bool:
         return self.sp_enabled and self.sp_backend == DeepSpeedSequenceParallelConfig.backend
+
+    @property
+    def _sequences_here(self) -> tuple[str, ...]:
+        """The sequence-parallel axis, if the mesh has it."""
+        return () if self._groups_elsewhere else ("sp",)
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         names = tuple(self.active_mesh_dims)

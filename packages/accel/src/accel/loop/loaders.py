@@ -89,10 +89,10 @@ class Loaders:
         return [parallelism.data_shard(place).index for place in places]
 
     def _part_of_sequences(self) -> "Part | None":
-        """Function that takes this rank's shard of each sequence of a batch; None without sequence parallelism."""
+        """Function that takes this rank's shard of each sequence of a batch; None where models take full sequences."""
         parallelism = self._strategy.parallelism
         shared, options = parallelism.size("sp"), parallelism.sp_handler
-        if shared == 1 or options is None:
+        if shared == 1 or options is None or self._strategy.backend.layout.sequence_group is None:
             return None
         from accel_data import split_sequences
 

@@ -1,4 +1,4 @@
-"""Positions of a sequence that each rank of a context-parallel group holds, and blocks of scores that it computes."""
+"""Positions of a sequence that each rank of a group holds, and blocks of scores that it computes."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class SequenceSharding:
         if length % self.num_chunks:
             raise PrepareError(
                 f"sequences of {length} tokens do not divide into {self.num_chunks} chunks for {self.size} "
-                f"context-parallel ranks; nearest: pad them to {length + -length % self.num_chunks}"
+                f"ranks; nearest: pad them to {length + -length % self.num_chunks}"
             )
         chunk = length // self.num_chunks
         spans = [torch.arange(index * chunk, (index + 1) * chunk, device=device) for index in self.chunks(rank)]
