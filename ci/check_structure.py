@@ -31,7 +31,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "accel_launch": (3, 7),
     "accel_megatron": (4, 8),
     "accel_observe": (2, 2),
-    "accel_planner": (5, 9),
+    "accel_planner": (5, 11),
     "accel_state": (7, 46),
     "accel_testing": (4, 12),
 }

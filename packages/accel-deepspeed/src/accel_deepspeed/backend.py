@@ -61,6 +61,7 @@ class DeepSpeedBackend(ModuleBackend):
         sharded=True,
         offload=True,
         optimizer_states_of_some=False,
+        not_alone_because="DeepSpeed opens process groups by itself",
     )
     distributed_type: ClassVar[str] = "DEEPSPEED"
 

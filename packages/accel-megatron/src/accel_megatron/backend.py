@@ -42,6 +42,7 @@ class MegatronBackend(ModuleBackend):
         precisions=frozenset({"no", "fp32-true"}),
         several_models=False,
         sharded=True,
+        not_alone_because="Megatron-LM opens process groups by itself",
         instead_of_recomputing="give MegatronLMPlugin(recompute_activations=True)",
     )
     distributed_type: ClassVar[str] = "MEGATRON_LM"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_backends.ops.footprint import Held
+from accel_backends.ops.footprint import Held, storage_bytes
 
 
 @final
@@ -80,12 +80,12 @@ def measure(run: MeasuredStep, *, steps: int = 3, extra: Iterable[torch.Tensor] 
 
 def _step(run: MeasuredStep) -> tuple[int, int, int]:
     run.compute()
-    gradients = _bytes(run.tensors.gradients)
+    gradients = storage_bytes(run.tensors.gradients)
     run.optimizer.step()
     held = run.tensors
-    parameters = _bytes(held.parameters)
+    parameters = storage_bytes(held.parameters)
     # An optimizer may update views of the model's own memory, which must not be counted twice.
-    found = parameters, gradients, _bytes([*held.parameters, *held.optimizer]) - parameters
+    found = parameters, gradients, storage_bytes([*held.parameters, *held.optimizer]) - parameters
     del held
     run.optimizer.zero_grad()
     return found
@@ -99,7 +99,7 @@ def _resident(run: MeasuredStep, extra: Iterable[torch.Tensor]) -> int:
     if any(isinstance(module, DistributedDataParallel) for module in run.model.modules()):
         buckets = sum(p.numel() * p.dtype.itemsize for p in run.model.parameters() if p.requires_grad)
     lasting = [*held.parameters, *held.gradients, *held.optimizer, *held.reserved]
-    return _bytes([*lasting, *run.model.buffers(), *extra]) + buckets
+    return storage_bytes([*lasting, *run.model.buffers(), *extra]) + buckets
 
 
 def _profiled(run: MeasuredStep) -> tuple[tuple[int, int, int], int]:
@@ -107,14 +107,16 @@ def _profiled(run: MeasuredStep) -> tuple[tuple[int, int, int], int]:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         parts = _step(run)
-    result: Any = profiler.profiler
-    return parts, _highest(result.kineto_results.experimental_event_tree())
+    return parts, highest_allocation(profiler)
 
 
-def _highest(roots: Iterable[Any]) -> int:
-    """Highest sum of live allocations; an allocation at an occupied address means an unreported release."""
+def highest_allocation(profiler: Any) -> int:
+    """Highest sum of the allocations that are live at once, in bytes, as a profile with ``profile_memory`` has them.
+
+    An allocation at an occupied address means an unreported release.
+    """
     changes: list[tuple[int, int, int]] = []
-    pending = list(roots)
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
         pending += event.children
@@ -129,13 +131,3 @@ def _highest(roots: Iterable[Any]) -> int:
             held += size
         highest = max(highest, held)
     return highest
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages of tensors; of DTensors, of the local shard."""
-    seen: dict[int, int] = {}
-    for tensor in tensors:
-        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = local.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, final
 
 from accel_state import process
+from accel_state.collectives.group_argument import is_fake
 from accel_state.device.device import Device
 from accel_state.environment import parse_flag
 from accel_state.errors import UNSENDABLE, SessionError, TopologyError
@@ -385,7 +386,9 @@ def locate(
         topology = _adopted_topology(lease.group, topology, env)
     elif topology is None:
         topology = Topology.from_env(env)
-    return topology, Device.choose(topology, cpu=cpu, asked=device, env=env)
+    # Of the ranks of a fake group only this one exists, so that it may use any device.
+    on = Topology() if lease is not None and is_fake(lease.group) else topology
+    return topology, Device.choose(on, cpu=cpu, asked=device, env=env)
 
 
 def current_topology(env: Mapping[str, str] | None = None) -> Topology:

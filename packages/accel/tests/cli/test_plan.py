@@ -242,3 +242,53 @@ def test_a_folder_without_weights_or_with_damaged_ones_is_explained(
     (tmp_path / "m.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     assert run(["estimate-memory", str(tmp_path)]) == 2
     assert "cannot be read as safetensors" in capsys.readouterr().err
+
+
+SIZES = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+HEADS = {"model_type": "llama", "num_attention_heads": 64, "num_key_value_heads": 8}
+CLUSTER = ("--devices", "8xH100", "--nodes", "8", "--seq-length", "8192", "--global-batch", "1024")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **HEADS}), encoding="utf-8")
+    return str(tmp_path)
+
+
+def test_degrees_are_proposed_from_a_configuration_alone(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "plan", llama, *CLUSTER)
+    assert found["model"]["parameters"] == 70553706496
+    chosen = next(plan for plan in found["plans"] if plan["name"] == found["choice"]["name"])
+    assert chosen["fits"]
+    assert chosen["degrees"] == found["choice"]["degrees"]
+    assert run(["plan", f"{llama}/config.json", *CLUSTER]) == 0
+    out = capsys.readouterr().out
+    assert "70.6 billion parameters, bf16, on 8 nodes of 8 x" in out
+    assert f"->  {chosen['name']} " in out
+    assert f"{chosen['name']}: it needs " in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (CLUSTER[:4], "--seq_length is missing"),
+        ((*CLUSTER, "--optimizer", "sgd"), "--optimizer needs a model that can be traced"),
+        ((*CLUSTER, "--mixed-precision", "fp16"), "--mixed_precision fp16: degrees are planned in bf16"),
+        ((*CLUSTER[:-1], "7", "--batch-size", "2"), "global_batch=7 does not divide"),
+    ],
+)
+def test_what_a_configuration_cannot_answer_is_refused(
+    llama: str, argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", llama, *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_global_batch_needs_a_configuration(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*PLAN, "--devices", "8x80GB", "--global-batch", "8"]) == 2
+    assert "--global_batch is for a configuration file" in capsys.readouterr().err
+
+
+def test_nothing_that_fits_is_said_with_the_nearest(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", llama, "--devices", "8x16GB", "--seq-length", "8192"]) == 1
+    assert "Nearest is " in capsys.readouterr().err

@@ -23,6 +23,7 @@ from accel_backends.roles.layout import ReplicatedLayout
 from accel_backends.roles.states import ReplicatedStates
 from accel_precision.autocast import restore_module
 from accel_precision.scaler import LossScaler, make_scaler
+from accel_state.collectives.group_argument import is_fake
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
 
@@ -86,6 +87,11 @@ class Backend(ABC):
             raise BackendError(
                 f"backend {self.name!r} does not apply activation_checkpointing; leave it out, and "
                 f"{self.capabilities.instead_of_recomputing}"
+            )
+        if self.capabilities.not_alone_because is not None and is_fake(session.group):
+            raise BackendError(
+                f"backend {self.name!r} cannot run as one rank of {session.world_size} without the others: "
+                f"{self.capabilities.not_alone_because}; nearest: strategy='fsdp'"
             )
         self.run, self.session, self.policy, self.config = run, session, run.policy, config
         self.device: torch.device = session.device.torch

@@ -31,6 +31,8 @@ class Capabilities:
         loads_in_place: whether a state to load may contain the tensors of ``states.model`` and ``states.optimizer``
             themselves, with new values in them.
         optimizer_states_of_some: whether an optimizer state may lack some of the optimizer's parameters.
+        not_alone_because: why the backend cannot run as one rank of many in a fake process group, for errors; None: it
+            can.
     """
 
     device_types: frozenset[str] | None = None
@@ -45,6 +47,7 @@ class Capabilities:
     instead_of_recomputing: str | None = None
     loads_in_place: bool = False
     optimizer_states_of_some: bool = True
+    not_alone_because: str | None = None
 
     def refusal(self, backend: str, policy: PrecisionPolicy, device_type: str, world_size: int) -> str | None:
         """Returns why the combination is not supported, and the nearest supported one; None if it is supported."""

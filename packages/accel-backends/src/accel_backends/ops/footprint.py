@@ -1,6 +1,6 @@
 """Tensors behind parameters, gradients and optimizer state of one rank, for measurements of memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -37,3 +37,13 @@ class Held:
 def states_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Returns the tensors of an optimizer's state."""
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages of tensors; of DTensors, of the local shard."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())

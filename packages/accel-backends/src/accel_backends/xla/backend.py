@@ -55,6 +55,7 @@ class XLABackend(ModuleBackend):
         device_types=frozenset({"xla"}),
         precisions=frozenset({"no", "bf16", "bf16-true", "fp32-true", "fp64-true"}),
         uneven_inputs=True,
+        not_alone_because="XLA connects the machines by itself",
         instead_of_recomputing="call torch_xla.utils.checkpoint.checkpoint in the forward of the model's blocks",
     )
     distributed_type: ClassVar[str] = "XLA"

@@ -8,6 +8,7 @@ import rich_click as click
 
 from accel_launch.cli.options import as_json, config_file, config_from, setting_options
 from accel_launch.cli.printing import print_json
+from accel_state.errors import LaunchError
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -15,9 +16,22 @@ from accel_launch.cli.printing import print_json
 @setting_options
 @config_file
 @click.option("--dry_run", is_flag=True, help="Print argv and environment of every process, and start none.")
+@click.option(
+    "--as",
+    "world_size",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="With --dry_run: run SCRIPT as rank 0 of N up to its first optimizer step, and report memory and traffic.",
+)
 @as_json
 def launch(
-    program: tuple[str, ...], config_file: str | None, *, dry_run: bool, as_json: bool, **flags: str | bool | None
+    program: tuple[str, ...],
+    config_file: str | None,
+    *,
+    dry_run: bool,
+    world_size: int | None,
+    as_json: bool,
+    **flags: str | bool | None,
 ) -> int:
     """Starts SCRIPT on one process for each accelerator of this machine, or on as many processes as requested.
     Arguments after SCRIPT are passed to SCRIPT.
@@ -27,7 +41,14 @@ def launch(
     """
     from accel_launch.launch.dispatch import prepare
 
-    start = prepare(config_from(flags, config_file), program, os.environ)
+    config = config_from(flags, config_file)
+    if world_size is not None:
+        if not dry_run:
+            raise LaunchError(f"as {world_size}: one rank of {world_size} trains nothing; add --dry_run, or drop --as")
+        from accel_launch.launch.one_rank import run_one_rank
+
+        return run_one_rank(config, program, os.environ, world_size=world_size, as_json=as_json)
+    start = prepare(config, program, os.environ)
     if not dry_run:
         for note in misplaced(program):
             print(f"accel launch: note: {note}", file=sys.stderr, flush=True)

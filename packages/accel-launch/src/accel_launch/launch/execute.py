@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Mapping
+from typing import NoReturn
 
 from accel_launch.launch.launch_plan import LaunchPlan
 from accel_launch.launch.supervisor.ports import reserved_port
@@ -34,9 +36,18 @@ def _become(plan: LaunchPlan) -> None:
     # The reservation ends here: the process may open a process group on the port, or never use it.
     with reserved_port(plan.main_port) as port:
         env = {**process.environment(os.environ), "MASTER_PORT": str(port)}
+    become(process.argv, env)
+
+
+def become(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
+    """Replaces this process by a command.
+
+    Raises:
+        LaunchError: the system refuses the command.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execvpe(process.argv[0], process.argv, env)
+        os.execvpe(argv[0], argv, env)
     except OSError as error:
-        raise LaunchError(f"cannot run {process.argv[0]!r}: {error.strerror}") from error
+        raise LaunchError(f"cannot run {argv[0]!r}: {error.strerror}") from error

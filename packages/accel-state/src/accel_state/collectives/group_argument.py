@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 # Seconds that gloo's threads need to release the tensors of a finished collective.
 GLOO_SETTLES = 0.05
+# Backend of a fake process group, of which only this rank exists (see ``process_group.fake_group``).
+FAKE = "accelfake"
 
 
 def resolve(group: "ProcessGroup | None" = None) -> "ProcessGroup | None":
@@ -35,6 +37,15 @@ def resolve(group: "ProcessGroup | None" = None) -> "ProcessGroup | None":
         return None
     _settle_at_exit()
     return group
+
+
+def is_fake(group: "ProcessGroup | None") -> bool:
+    """Whether a group is fake: of its ranks only this one exists. None: torch's default group, if one is open."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return str(dist.get_backend(group)) == FAKE
 
 
 @functools.cache

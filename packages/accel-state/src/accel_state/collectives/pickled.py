@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.collectives.group_argument import is_fake
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -51,13 +53,13 @@ def gather_pickled_at_first(obj: Any, group: "ProcessGroup") -> list[Any] | None
 
 
 def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
-    """Broadcasts ``obj`` of rank ``source`` of the group; ``obj`` of other ranks is ignored.
+    """Broadcasts ``obj`` of rank ``source`` of the group; ``obj`` of other ranks is ignored, except in a fake group.
 
     Collective: every rank of the group must call this.
     """
     import torch.distributed as dist
 
-    device, sends = _device_of(group), group.rank() == source
+    device, sends = _device_of(group), group.rank() == source or is_fake(group)
     own = _as_tensor(obj) if sends else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([own.numel()], device=device)
     dist.broadcast(size, group=group, group_src=source)

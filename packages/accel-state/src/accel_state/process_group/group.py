@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch
 
-from accel_state.collectives.group_argument import GLOO_SETTLES
+from accel_state.collectives.group_argument import GLOO_SETTLES, is_fake
 from accel_state.device.device import Device
 from accel_state.environment import parse_flag, usable_cpus
 from accel_state.errors import SessionError
@@ -141,12 +141,12 @@ def choose_backend(device: Device, asked: str | None) -> str:
 
 
 def check_adopted_backend(group: "ProcessGroup", asked: str | None) -> None:
-    """Raises if the group that is already open has another backend than ``asked``.
+    """Raises if the group that is already open has another backend than ``asked``; a fake group stands for any.
 
     Raises:
         SessionError: naming both backends.
     """
-    if asked is None:
+    if asked is None or is_fake(group):
         return
     have = group_backend(group)
     parts = {part.rpartition(":")[2] for part in have.split(",")}
@@ -202,7 +202,7 @@ def sibling_group(
     it.
 
     Args:
-        backend: backend of the new group; None: that of ``like``.
+        backend: backend of the new group; None: that of ``like``. The siblings of a fake group are fake.
         timeout: timeout of its collectives; None: torch's default.
     """
     import torch.distributed as dist
@@ -210,7 +210,7 @@ def sibling_group(
     from accel_state.collectives.objects import all_gather_object
 
     ranks = dist.get_process_group_ranks(like)
-    chosen = dist.Backend(group_backend(like) if backend is None else backend)
+    chosen = dist.Backend(group_backend(like) if backend is None or is_fake(like) else backend)
     name: Any = f"accel/{all_gather_object(uuid4().hex, group=like)[0]}"
     with no_warnings():  # of the store, if rank 0 ends before it has set its address
         return new_group(ranks, like.rank(), chosen, name, timeout)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
@@ -22,7 +23,7 @@ _COLUMNS = ("", "strategy", *_PARTS, "peak", "host", "sent", "step", "fits")
 
 
 @click.command()
-@click.argument("build", metavar="MODULE:BUILD")
+@click.argument("build", metavar="MODULE:BUILD|CONFIG")
 @click.option(
     "--devices", metavar="NxSIZE", help="Devices of a node and their memory: 8x80GB, 8xH100. Not given: here."
 )
@@ -30,6 +31,12 @@ _COLUMNS = ("", "strategy", *_PARTS, "peak", "host", "sent", "step", "fits")
 @click.option("--optimizer", default="adamw", metavar="NAME", help="Of torch.optim, or module:Class. Default: adamw.")
 @click.option("--mixed_precision", default="no", metavar="NAME", help="no, bf16, fp16, fp8, bf16-true, or roles.")
 @click.option("--batch_size", type=int, metavar="N", help="Samples of one device's micro-batch.")
+@click.option(
+    "--global_batch",
+    type=int,
+    metavar="N",
+    help="With CONFIG: samples of an optimizer step. Default: one of each rank.",
+)
 @click.option("--seq_length", type=int, metavar="N", help="Tokens of a sample, for language models.")
 @click.option("--sample", metavar="MODULE:FN", help="Function of batch size and sequence length that makes a batch.")
 @click.option(
@@ -49,7 +56,15 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
     """Predicts memory and communication of every strategy for the model that MODULE:BUILD() builds, and chooses one.
 
     Nothing is allocated: the model is built on the meta device and a step is traced without computing it.
+    For CONFIG, a config.json of transformers or its folder, it proposes degrees of tensor, context, pipeline, expert
+    and data parallelism in bf16 with Adam, from the sizes alone.
     """
+    if Path(build).exists():
+        from accel.cli.plan_axes import plan_axes_of
+
+        return plan_axes_of(Path(build), _hardware(devices, nodes, options), options, as_json=as_json)
+    if options.pop("global_batch") is not None:
+        raise ConfigError(f"--global_batch is for a configuration file, and {build} is none; --batch_size counts here")
     from accel_planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked
     from accel_planner.candidate import named
     from accel_planner.cost.plan import candidates_on

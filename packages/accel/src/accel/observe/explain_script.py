@@ -87,6 +87,12 @@ _WITHOUT_FILES: tuple[tuple[type, str, Callable[..., Any]], ...] = (
 )
 
 
+def keep_files() -> None:
+    """Makes the Accelerators of this process neither read nor write files of the project."""
+    for kind, name, method in _WITHOUT_FILES:
+        setattr(kind, name, method)
+
+
 def main(words: list[str]) -> None:
     """Runs the script ``words[0]`` with the rest as its arguments."""
     spectator = _Spectator()
@@ -97,8 +103,7 @@ def main(words: list[str]) -> None:
         backward(self, *args, **kwargs)
 
     Accelerator.backward = watched  # type: ignore[method-assign]
-    for kind, name, method in _WITHOUT_FILES:
-        setattr(kind, name, method)
+    keep_files()
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).absolute().parent))
     try:

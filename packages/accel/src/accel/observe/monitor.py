@@ -1,7 +1,7 @@
 """Observation of a run: meters, progress, profiles, explanations."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, final
 from accel_observe.meters.observed_run import ObservedRun, RunLog, RunProgress
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
     from torch.profiler import profile
 
     from accel.loop.accumulator import StepClock
     from accel.observe.explain import Explanation
+    from accel.observe.held_memory import HeldMemory
     from accel.prepared import PreparedObjects
     from accel.setup.run_strategy import RunStrategy
     from accel_launch.config.model import AccelConfig
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from accel_observe.meters.meter import Meter
     from accel_observe.meters.progress import Progress
     from accel_observe.profiling.profiler import ProfileKwargs
+    from accel_state import ParallelismConfig
 
 
 @final
@@ -115,6 +118,25 @@ class Monitor:
     def describe(self) -> dict[str, Any]:
         """The explanation as plain values, for the trackers."""
         return self.explain().to_dict()
+
+    def memory(self) -> "HeldMemory":
+        """Bytes that the prepared models and optimizers take on this rank at this moment."""
+        from accel.observe.held_memory import held_memory
+
+        return held_memory(self._strategy, self._prepared)
+
+    def degrees(self) -> "ParallelismConfig":
+        """Degrees of parallelism, as the backend applies them."""
+        return self._strategy.parallelism
+
+    def trains(self, module: object) -> bool:
+        """Whether ``prepare`` returned this model."""
+        return any(module is model for model in self._prepared.models)
+
+    @property
+    def optimizers(self) -> "Sequence[Optimizer]":
+        """The users' optimizers inside the prepared ones."""
+        return self._prepared.inner_optimizers
 
     @contextmanager
     def count_communication(self) -> "Iterator[dict[str, dict[str, int]]]":

@@ -16,6 +16,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 from accel_backends.parallel.pipeline.faults import Faults, FaultTolerantStage
 from accel_backends.parallel.pipeline.schedules import ScheduleKind
 from accel_backends.parallel.pipeline.stages import Feed, Stage
+from accel_backends.private import answer_shape_messages
+from accel_state.collectives.group_argument import is_fake
 
 _FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F"})
 
@@ -113,6 +115,8 @@ class Pipeline:
         for stage, index in zip(self.stages, plan.held, strict=True):
             examples: dict[str, Any] = stage.example_tensors(feed.shape, backward=backward)
             parts.append(FaultTolerantStage(stage, index, plan.num_stages, plan.device, group=plan.group, **examples))
+        if is_fake(plan.group):
+            answer_shape_messages(parts)
         several = plan.num_stages > dist.get_world_size(plan.group)
         made_by: type[Any] = plan.kind.made_by if backward or several else ScheduleGPipe
         # torch's own scaling would divide the gradients of earlier micro-batches of an accumulation window again.

@@ -1,0 +1,86 @@
+"""One rank of many: the process of ``accel launch --dry_run --as N``, which needs neither other ranks nor a network."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from accel_launch.config.model import AccelConfig, settings
+from accel_launch.launch.checks import check_settings, machine_range
+from accel_launch.launch.child_main import COMPAT
+from accel_launch.launch.execute import become
+from accel_launch.launch.host import HostFacts, check_program, read_host
+from accel_launch.launch.launch_plan import ProcessPlan, plan
+from accel_state.errors import LaunchError
+
+_RUNNER = "accel.observe.one_rank"
+_STARTERS = ("slurm", "hostfile", "mpirun_hostfile", "deepspeed_hostfile", "tpu_cluster")
+_UNABLE = {
+    "no_python": "only a Python script can be observed",
+    "tpu": "XLA connects the machines by itself",
+    "use_deepspeed": "DeepSpeed opens process groups by itself",
+    "use_megatron_lm": "Megatron-LM opens process groups by itself",
+}
+
+
+def run_one_rank(
+    config: AccelConfig, program: Sequence[str], env: Mapping[str, str], *, world_size: int, as_json: bool
+) -> NoReturn:
+    """Replaces this process by rank 0 of ``world_size``.
+
+    Raises:
+        LaunchError: a setting that one process without others cannot carry out, or settings that contradict it.
+    """
+    one = plan_one_rank(config, program, read_host(_alone(config)), env=env, world_size=world_size, as_json=as_json)
+    become(one.argv, one.environment(env))
+
+
+def plan_one_rank(
+    config: AccelConfig,
+    program: Sequence[str],
+    host: HostFacts,
+    *,
+    env: Mapping[str, str],
+    world_size: int,
+    as_json: bool = False,
+) -> ProcessPlan:
+    """Plans the process of rank 0; ``num_machines`` says over how many nodes the ranks are spread.
+
+    Raises:
+        LaunchError: see ``run_one_rank``.
+    """
+    for name, reason in {**dict.fromkeys(_STARTERS, "it starts processes on other machines"), **_UNABLE}.items():
+        if name in settings() and config.is_on(name):
+            raise LaunchError(f"as {world_size} and {name}: {reason}; nearest: --use_fsdp, or --dry_run without --as")
+    nodes = machine_range(config)[1]
+    if config.num_processes not in (None, world_size):
+        raise LaunchError(f"as {world_size} and num_processes {config.num_processes} contradict each other; drop one")
+    if world_size % nodes:
+        raise LaunchError(
+            f"as {world_size}: so many ranks cannot be spread evenly over {nodes} machines; nearest that can: "
+            f"{max(1, world_size // nodes) * nodes}"
+        )
+    alone = _alone(config)
+    check_settings(alone)
+    check_program(alone, program)
+    (process,) = plan(alone, program, host, env=env).processes
+    kind = "module" if config.module else "script"
+    form = "json" if as_json else "text"
+    kind = f"{COMPAT}{kind}" if config.compat else kind
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // nodes),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_WORLD_SIZE": str(world_size),
+    }
+    argv = (host.python, "-P", "-m", _RUNNER, "0", str(world_size), form, kind, *program)
+    return ProcessPlan(0, 0, argv, {**process.env, **place}, process.unset)
+
+
+def _alone(config: AccelConfig) -> AccelConfig:
+    """The settings of a process that no other one joins."""
+    return replace(
+        config, num_processes=1, num_machines=1, nnodes=None, machine_rank=0, multi_gpu=False, max_restarts=0
+    )

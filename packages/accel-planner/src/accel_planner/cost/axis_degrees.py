@@ -1,0 +1,95 @@
+"""Degrees of parallelism that divide a world size and a model; pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import final
+
+from accel_planner.cost.hardware import Hardware
+from accel_planner.cost.transformer_shape import TransformerShape
+
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+"""Axes of the mesh, outermost first."""
+
+# Axes that one backend applies together: the sharding backend twice, and the pipeline backend (ADR 20 to 22).
+_TOGETHER = (
+    frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
+    frozenset({"dp_replicate", "dp_shard", "ep"}),
+    frozenset({"pp", "dp_replicate", "dp_shard", "tp"}),
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisDegrees:
+    """One degree for each axis of :data:`AXES`."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def size(self, axis: str) -> int:
+        """Degree of one axis."""
+        degree: int = getattr(self, axis)
+        return degree
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Axes of degrees above 1, outermost first."""
+        return tuple(axis for axis in AXES if self.size(axis) > 1)
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return prod(map(self.size, AXES))
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks of neighbours along an axis."""
+        return prod(map(self.size, AXES[AXES.index(axis) + 1 :]))
+
+    def is_local(self, axis: str, hardware: Hardware) -> bool:
+        """Whether the groups of an axis stay inside a node."""
+        return self.stride(axis) * self.size(axis) <= hardware.devices
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}{self.size(axis)}" for axis in self.active) or "one rank"
+
+
+def axis_degrees(
+    shape: TransformerShape, hardware: Hardware, *, global_batch: int, micro_batch: int, length: int
+) -> Iterator[AxisDegrees]:
+    """Yields all degrees of the world size that divide the model and the batch, and that a backend applies together.
+
+    Tensor-parallel ranks share a node, because they exchange activations within each block.
+    """
+    world = hardware.ranks
+    for tp in (n for n in divisors(hardware.devices) if shape.groups % n == 0 and shape.feed_forward % n == 0):
+        for pp in (n for n in divisors(world // tp) if n <= shape.layers):
+            for cp in (n for n in divisors(world // (tp * pp)) if n == 1 or length % (2 * n) == 0):
+                for ep in (n for n in divisors(world // (tp * pp * cp)) if n == 1 or _divides(n, shape.experts)):
+                    readers = world // (tp * pp * cp)
+                    if global_batch % (readers * micro_batch):
+                        continue
+                    for shard in divisors(readers // ep):
+                        found = AxisDegrees(
+                            pp=pp, dp_replicate=readers // ep // shard, dp_shard=shard, ep=ep, cp=cp, tp=tp
+                        )
+                        if any(together.issuperset(found.active) for together in _TOGETHER):
+                            yield found
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _divides(part: int, whole: int) -> bool:
+    return whole > 0 and whole % part == 0

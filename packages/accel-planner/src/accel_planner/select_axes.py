@@ -1,0 +1,104 @@
+"""Proposal of degrees of parallelism: a combination that is fast and fits, and what is lost without each axis; pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from accel_planner.cost.axis_degrees import axis_degrees
+from accel_planner.cost.axis_plan import AxisPlan, Batching, plan_degrees
+from accel_planner.cost.hardware import Hardware
+from accel_planner.cost.transformer_shape import TransformerShape
+from accel_planner.errors import PlanError
+from accel_state.errors import ConfigError
+from accel_state.sizes import readable_bytes
+
+_EXPLAINED = ("tp", "cp", "ep", "pp", "dp_shard")
+TIE = 1.05
+"""Of plans that differ by less than this factor in time, the one with the fewest model-parallel axes is preferred."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AxisProposal:
+    """The proposed degrees.
+
+    Attributes:
+        plan: the proposed plan, which fits.
+        reasons: its memory, and for each of its axes what the best plan without the axis is.
+        plans: all plans, the fastest first.
+    """
+
+    plan: AxisPlan
+    reasons: tuple[str, ...]
+    plans: tuple[AxisPlan, ...]
+
+
+def plan_axes(shape: TransformerShape, hardware: Hardware, batching: Batching) -> list[AxisPlan]:
+    """Plans all combinations of degrees, with and without activation checkpointing, the fastest first.
+
+    Raises:
+        ConfigError: no combination divides the world size, the model and the batch.
+    """
+    for name in ("global_batch", "micro_batch", "length"):
+        if getattr(batching, name) < 1:
+            raise ConfigError(f"{name} is {getattr(batching, name)}; expected at least 1")
+    found = [
+        plan_degrees(shape, hardware, degrees, batching, checkpointing=checkpointing)
+        for degrees in axis_degrees(
+            shape,
+            hardware,
+            global_batch=batching.global_batch,
+            micro_batch=batching.micro_batch,
+            length=batching.length,
+        )
+        for checkpointing in (False, True)
+    ]
+    if not found:
+        raise ConfigError(
+            f"global_batch={batching.global_batch} does not divide into micro-batches of {batching.micro_batch} on any "
+            f"part of {hardware.ranks} ranks; nearest: global_batch={hardware.ranks * batching.micro_batch}"
+        )
+    return sorted(found, key=lambda plan: (plan.seconds, plan.peak, len(plan.degrees.active)))
+
+
+def propose_axes(plans: Sequence[AxisPlan], hardware: Hardware, margin: float = 0.1) -> AxisProposal:
+    """Chooses a plan that fits, and compares it with the best plan without each of its axes.
+
+    It is the fastest one, or one with fewer model-parallel axes that is at most 5 % slower.
+
+    ``margin``: fraction of each device's memory that stays free.
+
+    Raises:
+        PlanError: nothing fits; names the nearest plan and the bytes that it lacks.
+    """
+    room = int(hardware.memory * (1 - margin))
+    plan = _best(plans, room)
+    if plan is None:
+        least = min(plans, key=lambda one: one.peak)
+        raise PlanError(
+            f"nothing fits {hardware} with a margin of {margin:.0%}. Nearest is {least.name}, which needs "
+            f"{readable_bytes(least.peak)} per device, {readable_bytes(least.peak - room)} too much; more devices, a "
+            "smaller micro-batch or shorter sequences would help"
+        )
+    reasons = [f"it needs {readable_bytes(plan.peak)} of {readable_bytes(room)}, and none that fits is over 5 % faster"]
+    for axis in (axis for axis in _EXPLAINED if axis in plan.degrees.active):
+        others = [other for other in plans if axis not in other.degrees.active]
+        reasons.append(f"{axis}={plan.degrees.size(axis)}: {_without(axis, others, plan, room)}")
+    return AxisProposal(plan, tuple(reasons), tuple(plans))
+
+
+def _best(plans: Iterable[AxisPlan], room: int) -> AxisPlan | None:
+    """The simplest of the plans that fit and are about as fast as the fastest of them; ``plans`` are sorted by time."""
+    fitting = [plan for plan in plans if plan.peak <= room]
+    near = [plan for plan in fitting if plan.seconds <= TIE * fitting[0].seconds]
+    return min(near, key=lambda plan: len({*plan.degrees.active} - {"dp_replicate", "dp_shard"}), default=None)
+
+
+def _without(axis: str, others: Sequence[AxisPlan], plan: AxisPlan, room: int) -> str:
+    if not others:
+        return f"without {axis} the ranks cannot be used"
+    best = _best(others, room)
+    if best is None:
+        least = min(others, key=lambda one: one.peak)
+        return f"without {axis} nothing fits; nearest is {least.name} with {readable_bytes(least.peak)}"
+    return f"without {axis} the best is {best.name}, {best.seconds / plan.seconds:.2f} times as slow"

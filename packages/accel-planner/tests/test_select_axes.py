@@ -1,0 +1,177 @@
+"""Degrees for 70 and 405 billion parameters on 64 to 4,096 ranks, from their configurations alone."""
+
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+
+from accel_planner import Hardware, PlanError
+from accel_planner.cost.axis_degrees import AXES, AxisDegrees, axis_degrees
+from accel_planner.cost.axis_plan import AxisPlan, Batching, plan_degrees
+from accel_planner.cost.transformer_shape import TransformerShape
+from accel_planner.select_axes import TIE, plan_axes, propose_axes
+from accel_state.errors import ConfigError
+
+_LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "70b": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "405b": {
+        **_LLAMA,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    },
+    "8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+BATCH = Batching(global_batch=4096, micro_batch=1, length=8192)
+FITTING = [("70b", 8), ("70b", 64), ("70b", 512), ("405b", 64), ("405b", 512), ("8x7b", 8), ("8x7b", 512)]
+
+
+def shape(name: str) -> TransformerShape:
+    return TransformerShape.from_config(CONFIGS[name])
+
+
+def h100s(nodes: int, **changes: Any) -> Hardware:
+    from dataclasses import replace
+
+    return replace(Hardware.parse(f"{nodes}x8xH100"), **changes)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("70b", 70.55), ("405b", 405.85), ("8x7b", 46.70)])
+def test_parameters_are_those_of_the_published_models(name: str, billions: float) -> None:
+    assert shape(name).numel / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def test_parameters_are_those_of_the_models_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 8192}
+    config = transformers.AutoConfig.for_model(kind, num_attention_heads=8, num_key_value_heads=4, **sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    own = TransformerShape.from_config(config.to_dict())
+    assert own.numel == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "nodes"), FITTING)
+def test_the_proposal_fits_and_its_degrees_multiply_to_the_world_size(name: str, nodes: int) -> None:
+    hardware = h100s(nodes)
+    plans = plan_axes(shape(name), hardware, BATCH)
+    proposal = propose_axes(plans, hardware)
+    degrees = proposal.plan.degrees
+    assert proposal.plan.peak <= 0.9 * hardware.memory
+    for plan in plans:
+        assert prod(plan.degrees.size(axis) for axis in AXES) == 8 * nodes
+        assert plan.degrees.tp <= 8
+        assert "tp" not in plan.remote
+        assert shape(name).heads % plan.degrees.tp == 0
+        assert BATCH.micro_batches(plan.degrees) >= 1
+    fitting = [plan for plan in plans if plan.peak <= 0.9 * hardware.memory]
+    assert proposal.plan.seconds <= TIE * fitting[0].seconds
+    explained = {reason.partition("=")[0] for reason in proposal.reasons[1:]}
+    assert explained == {axis for axis in degrees.active if axis != "dp_replicate"}
+
+
+@pytest.mark.parametrize(("name", "nodes"), FITTING)
+def test_a_pipeline_is_proposed_only_where_memory_or_slow_links_demand_it(name: str, nodes: int) -> None:
+    hardware = h100s(nodes)
+    room = 0.9 * hardware.memory
+    plans = plan_axes(shape(name), hardware, BATCH)
+    found = propose_axes(plans, hardware).plan
+    if found.degrees.pp == 1:
+        return
+    without = [plan for plan in plans if plan.degrees.pp == 1 and plan.peak <= room]
+    assert not without or without[0].seconds > found.seconds
+    fast = h100s(nodes, memory=10**13, remote=10**13)  # neither is scarce
+    assert propose_axes(plan_axes(shape(name), fast, BATCH), fast).plan.degrees.pp == 1
+
+
+def test_seventy_billion_need_no_pipeline_and_405_billion_on_4096_ranks_need_it_and_tensor_parallelism() -> None:
+    hardware = h100s(512)
+    small = propose_axes(plan_axes(shape("70b"), hardware, BATCH), hardware).plan.degrees
+    large = propose_axes(plan_axes(shape("405b"), hardware, BATCH), hardware).plan.degrees
+    assert small.active == ("dp_shard",)
+    assert (large.pp, large.tp, large.dp_shard) == (16, 8, 32)
+
+
+def test_more_memory_never_makes_the_proposal_slower_and_more_shards_never_take_more() -> None:
+    seconds = []
+    for size in (80, 120, 200, 1000):
+        hardware = h100s(64, memory=size * 10**9)
+        seconds.append(propose_axes(plan_axes(shape("405b"), hardware, BATCH), hardware).plan.seconds)
+    assert all(later <= TIE * before for before, later in pairwise(seconds))
+    held = [plan(dp_shard=shards, dp_replicate=64 // shards).parameters for shards in (1, 2, 8, 64)]
+    assert held == sorted(held, reverse=True)
+    assert held[0] == pytest.approx(64 * held[-1], rel=1e-6)
+
+
+def plan(name: str = "70b", *, checkpointing: bool = False, **degrees: int) -> AxisPlan:
+    return plan_degrees(shape(name), h100s(8), AxisDegrees(**degrees), BATCH, checkpointing=checkpointing)
+
+
+def test_each_axis_takes_its_part_of_the_memory() -> None:
+    whole = plan(dp_replicate=64)
+    assert whole.parameters == 4 * shape("70b").numel
+    assert plan(dp_replicate=8, tp=8).parameters == pytest.approx(whole.parameters / 8, rel=0.001)
+    assert plan(dp_replicate=8, pp=8).parameters == pytest.approx(whole.parameters / 8, rel=0.1)  # the head is on one
+    assert plan(dp_replicate=8, cp=8).activations == pytest.approx(whole.activations / 8, rel=0.01)
+    assert plan(dp_replicate=64, checkpointing=True).activations < whole.activations / 3
+    experts = plan("8x7b", dp_replicate=8, ep=8)
+    assert experts.parameters == pytest.approx(4 * shape("8x7b").numel / 8, rel=0.001)
+
+
+def test_a_pipeline_waits_less_with_more_micro_batches() -> None:
+    few, many = plan(pp=8, dp_replicate=8), plan(pp=8, tp=8)
+    assert few.bubble == 7 / (512 + 7)
+    assert many.bubble == 7 / (4096 + 7)
+
+
+def test_groups_inside_a_node_use_its_links_and_others_the_network() -> None:
+    hardware = h100s(8)
+    degrees = AxisDegrees(pp=2, dp_shard=4, tp=8)
+    assert degrees.is_local("tp", hardware)
+    assert not degrees.is_local("dp_shard", hardware)
+    found = plan_degrees(shape("70b"), hardware, degrees, BATCH, checkpointing=False)
+    assert set(found.local) == {"tp"}
+    assert set(found.remote) == {"pp", "dp_shard"}
+    hidden = 8192 * 8192 * 2  # bytes of a sequence between blocks, of which each rank's ring sends 2 * 7/8
+    assert found.local["tp"] == 40 * 1024 * 4 * 2 * (hidden * 7 // 8)
+
+
+def test_experts_are_divided_only_where_there_are_some_and_alone() -> None:
+    found = list(axis_degrees(shape("8x7b"), h100s(8), global_batch=4096, micro_batch=1, length=8192))
+    assert {degrees.ep for degrees in found} == {1, 2, 4, 8}
+    assert all(degrees.ep == 1 or degrees.tp == degrees.pp == degrees.cp == 1 for degrees in found)
+    dense = axis_degrees(shape("70b"), h100s(8), global_batch=4096, micro_batch=1, length=8192)
+    assert {degrees.ep for degrees in dense} == {1}
+
+
+def test_what_cannot_be_planned_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"nothing fits 8 nodes.* too much"):
+        propose_axes(plan_axes(shape("405b"), h100s(8), BATCH), h100s(8))
+    with pytest.raises(ConfigError, match=r"global_batch=3 does not divide .* nearest: global_batch=128"):
+        plan_axes(shape("70b"), h100s(8), Batching(3, 2, 8192))
+    with pytest.raises(ConfigError, match="model_type 'gpt2' has blocks that are not described here"):
+        TransformerShape.from_config({"model_type": "gpt2"})
+    with pytest.raises(ConfigError, match="the configuration of a llama has no num_hidden_layers"):
+        TransformerShape.from_config({k: v for k, v in CONFIGS["70b"].items() if k != "num_hidden_layers"})

@@ -1,0 +1,68 @@
+"""Memory of one rank by part: what prepared models and optimizers hold between operations."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_backends.ops.footprint import storage_bytes
+
+if TYPE_CHECKING:
+    from accel.prepared import PreparedObjects
+    from accel.setup.run_strategy import RunStrategy
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeldMemory:
+    """Bytes of one rank; of sharded tensors, of its shards.
+
+    Attributes:
+        parameters: parameters of all prepared models.
+        gradients: gradients that exist at this moment.
+        optimizer: optimizer states, master weights included.
+        buffers: buffers of the models.
+        reserved: buckets of DDP, and buffers that a backend keeps from step to step.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.reserved
+
+
+def held_memory(strategy: "RunStrategy", prepared: "PreparedObjects") -> HeldMemory:
+    """Measures what the prepared objects hold. Not a collective: any rank may call it."""
+    parameters: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+    reserved: list[torch.Tensor] = []
+    buckets = 0
+    for model in prepared.models:
+        own = list(model.parameters())
+        parameters += own
+        gradients += [parameter.grad for parameter in own if parameter.grad is not None]
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            buckets += sum(parameter.nbytes for parameter in own if parameter.requires_grad)
+        for optimizer in prepared.optimizers_of(model):
+            held = strategy.backend.states.held(model, optimizer)
+            parameters += held.parameters
+            gradients += held.gradients
+            states += held.optimizer
+            reserved += held.reserved
+    weights = storage_bytes(parameters)
+    return HeldMemory(
+        parameters=weights,
+        gradients=storage_bytes(gradients),
+        # An optimizer may update views of the model's own memory, which must not be counted twice.
+        optimizer=storage_bytes([*parameters, *states]) - weights,
+        buffers=storage_bytes(buffer for model in prepared.models for buffer in model.buffers()),
+        reserved=storage_bytes(reserved) + buckets,
+    )
