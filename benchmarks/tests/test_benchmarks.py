@@ -21,7 +21,7 @@ RUNS = {
     "import_and_cli": ([], {"seconds", "base_seconds", "added_ms"}),
     "load_state": (["--cases", "single"], {"mib", "base_ms", "goal", "accel", "fastest", "limit", "to_limit"}),
     "loader": (["--ranks", "2"], {"raw_us", "goal", "accel"}),
-    "offload": ([], {"rows", "plain_ms", "read_ms", "cpu", "disk", "blocks_extra", "mapped", "new"}),
+    "offload": ([], {"rows", "plain_ms", "read_ms", "cpu", "disk", "blocks_extra", "mapped", "new", "cpu_to_new"}),
     "padding": ([], {"padding", "saved", "work", "batches", "largest_to_mean"}),
     "planner": (["--ranks", "1", "--shapes", "mlp"], {"parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"}),
     "planner_xla": ([], {"parameters_%", "gradients_%", "optimizer_%", "peak_%", "MB"}),
