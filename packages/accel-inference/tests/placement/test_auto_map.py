@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from accel_inference.dispatch.load import automatic_map
 from accel_inference.module_tensors.ties import device_of, find_tied_parameters
 from accel_inference.placement.auto_map import infer_auto_device_map
 from accel_inference.placement.device_map import check_device_map
@@ -194,8 +195,14 @@ def test_each_device_keeps_room_for_the_activations_of_its_modules():
     budgets = {0: 240, 1: 240, "cpu": 1000}
     assert infer_auto_device_map(model, budgets) == {"a": 0, "b": 0, "c": 1, "d": 1}
     found = infer_auto_device_map(model, budgets, activations={"a": 10, "b": 70, "c": 10, "d": 120})
-    # The first device would compute what is offloaded: 80 bytes of a layer and 120 of activations leave 40.
-    assert found == {"a": 1, "b": 1, "c": "cpu", "d": "cpu"}
+    # The first device of a map would compute what is offloaded: 80 bytes of a layer and 120 of activations leave 40.
+    assert found == {"": "cpu"}
+    assert infer_auto_device_map(model, {0: 240, 1: 310}, activations={"a": 10, "b": 70, "c": 10, "d": 60}) == {
+        "a": 0,
+        "b": 1,
+        "c": 1,
+        "d": 1,
+    }
 
 
 @given(
@@ -204,14 +211,27 @@ def test_each_device_keeps_room_for_the_activations_of_its_modules():
 )
 @settings(max_examples=60, deadline=None)
 def test_weights_and_activations_of_no_device_exceed_its_budget(activations, budgets):
+    """The first device of the map also computes what is offloaded, one layer at a time."""
     model = named(**{name: nn.Linear(4, 4) for name in "abcd"})
     needed = dict(zip("abcd", activations, strict=True))
     found = infer_auto_device_map(model, {0: budgets[0], 1: budgets[1], "cpu": 10_000}, activations=needed)
-    for device in (0, 1):
-        here = [name for name in "abcd" if device_of(name, found) == device]
-        computing = [*here, *(name for name in "abcd" if device == 0 and device_of(name, found) == "cpu")]
-        if here:
-            assert 80 * len(here) + max(needed[name] for name in computing) <= budgets[device]
+    places = {name: device_of(name, found) for name in "abcd"}
+    offloaded = [name for name, place in places.items() if place == "cpu"]
+    computing = min((place for place in places.values() if place != "cpu"), default=None)
+    for device in {0, 1} & set(places.values()):
+        here = [name for name, place in places.items() if place == device]
+        loaded = offloaded if device == computing else []
+        weights = 80 * len(here) + (80 if loaded else 0)
+        assert weights + max(needed[name] for name in [*here, *loaded]) <= budgets[device]
+
+
+@pytest.mark.parametrize("way", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_shares_of_the_weights_keep_the_activations_beside_them(way):
+    model = named(**{name: nn.Linear(4, 4) for name in "abcdefghij"})
+    needed = dict.fromkeys("abcdefghij", 300)
+    options = {"no_split_module_classes": None, "dtype": None}
+    found = automatic_map(model, way, max_memory={0: 900, 1: 1100, "cpu": 10_000}, activations=needed, **options)
+    assert "cpu" not in {device_of(name, found) for name in needed}
 
 
 @pytest.mark.parametrize(
@@ -224,3 +244,11 @@ def test_weights_and_activations_of_no_device_exceed_its_budget(activations, bud
 def test_wrong_activations_are_named(three_layers, activations, said):
     with pytest.raises(ValueError, match=said):
         infer_auto_device_map(three_layers(), {0: 200}, activations=activations)
+
+
+def test_a_parameter_that_a_module_holds_twice_counts_once_with_the_one_it_is_tied_to():
+    inner = named(x=nn.Linear(4, 4, bias=False), y=nn.Linear(4, 4, bias=False), z=nn.Linear(4, 4, bias=False))
+    model = named(a=nn.Linear(4, 4, bias=False), b=inner)
+    inner.x.weight = inner.y.weight = model.a.weight  # 64 bytes, beside 64 of z
+    assert infer_auto_device_map(model, {0: 0, 1: 127, "cpu": 1000}) == {"a": 1, "b.x": 1, "b.y": 1, "b.z": "cpu"}
+    assert infer_auto_device_map(model, {0: 0, 1: 128, "cpu": 1000}) == {"": 1}

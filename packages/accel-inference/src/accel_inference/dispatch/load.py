@@ -124,7 +124,12 @@ def automatic_map(
         )
     if way != "sequential":
         max_memory = get_balanced_memory(
-            model, max_memory, no_split_module_classes, dtype, low_zero=way == "balanced_low_0"
+            model,
+            max_memory,
+            no_split_module_classes,
+            dtype,
+            low_zero=way == "balanced_low_0",
+            activations=max((activations or {}).values(), default=0),
         )
     return infer_auto_device_map(
         model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers, activations=activations

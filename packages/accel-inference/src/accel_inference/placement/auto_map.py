@@ -1,10 +1,11 @@
 """Automatic device maps: modules in their order, each on the first device that has room for it."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from logging import getLogger
+from typing import final
 from warnings import warn
 
 import torch
@@ -52,8 +53,9 @@ def infer_auto_device_map(  # noqa: PLR0913  (the signature that users know)
 
     ``activations``: for each module by name, the bytes beside weights that are live while it computes, as
     ``accel_planner.forward_memory`` finds them with a sample of the inputs. Each device that computes then keeps room
-    for the largest of its modules; that of offloaded modules is on the first accelerator. Without them budgets are for
-    weights only. A module has the largest of the entries at and inside it, or else that of the nearest one above.
+    for the largest of its modules; that of offloaded modules is on the first accelerator of the map. Without them
+    budgets are for weights only. A module has the largest of the entries at and inside it, or else that of the nearest
+    one above.
 
     ``fallback_allocation``: a device that would stay empty takes the first later module that it has room for.
     ``clean_result=False`` keeps an entry for each placed module. A warning says when buffers of offloaded modules,
@@ -67,20 +69,57 @@ def infer_auto_device_map(  # noqa: PLR0913  (the signature that users know)
     budgets.setdefault("disk", 0)
     if check_tied_parameters_in_config(model) and not find_tied_parameters(model):
         _LOG.warning("The model weights are not tied; call model.tie_weights() before inferring a device map")
-    placement = _Placement(
-        budgets=budgets,
-        sizes=compute_module_sizes(model, dtype, special_dtypes),
-        buffer_sizes=compute_module_sizes(model, dtype, special_dtypes, buffers_only=True),
-        ties=find_tied_parameters(model),
-        unsplittable=unsplittable_classes(no_split_module_classes),
-        fallback=fallback_allocation,
-        queue=direct_parts("", model),
-        activations=activations or {},
-    )
-    placement.run()
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
+    while True:
+        placement = _Placement(
+            budgets=budgets,
+            sizes=sizes,
+            buffer_sizes=buffer_sizes,
+            ties=find_tied_parameters(model),
+            unsplittable=unsplittable_classes(no_split_module_classes),
+            fallback=fallback_allocation,
+            queue=direct_parts("", model),
+            activations=_Activations(activations or {}),
+        )
+        placement.run()
+        unused = placement.unused_first() if activations else None
+        if unused is None:
+            break
+        # What is offloaded computes on the first accelerator of the map, which then has to keep the room.
+        budgets = {device: size for device, size in budgets.items() if device != unused}
     placement.report(verbose=verbose, offload_buffers=offload_buffers)
     found: OrderedDict[str, DeviceName] = OrderedDict(placement.device_map)
     return OrderedDict(clean_device_map(found)) if clean_result else found
+
+
+@final
+class _Activations:
+    """Bytes of activations by module: the largest at and inside it, or else that of the nearest one above."""
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        self._given = given
+        self._inside: dict[str, int] = {}
+        for name, size in given.items():
+            for above in _with_ancestors(name):
+                self._inside[above] = max(size, self._inside.get(above, 0))
+
+    def of(self, name: str) -> int:
+        """Bytes of one module or tensor."""
+        if name in self._inside:
+            return self._inside[name]
+        return next((self._given[above] for above in _with_ancestors(name) if above in self._given), 0)
+
+    def largest(self, names: Iterable[str]) -> int:
+        """The most bytes of any of these; 0 if there are none."""
+        return max(map(self.of, names), default=0) if self._given else 0
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 @dataclass(slots=True)
@@ -94,11 +133,13 @@ class _Placement:
     unsplittable: tuple[str, ...]
     fallback: bool
     queue: list[Part]
-    activations: Mapping[str, int]
+    activations: _Activations
     turn: int = 0
     device_map: dict[str, DeviceName] = field(default_factory=dict)
     placed: list[Part] = field(default_factory=list)
     used: dict[DeviceName, int] = field(default_factory=lambda: defaultdict(int))
+    computing: dict[DeviceName, int] = field(default_factory=lambda: defaultdict(int))
+    """For each device: the largest activations of what is placed on it."""
     too_small: dict[DeviceName, int] = field(default_factory=dict)
     """For each accelerator that took nothing: the bytes that the smallest module lacked."""
 
@@ -138,6 +179,7 @@ class _Placement:
         self.queue = [part for part in self.queue if part[0] not in names]
         self.placed += parts
         self.used[device] += size
+        self.computing[device] = max(self.computing[device], self.activations.largest(names))
         self.device_map.update(dict.fromkeys(names, device))
 
     def _room(self, device: DeviceName, others: Sequence[Part], *, placing: Collection[str] = ()) -> int | None:
@@ -157,20 +199,20 @@ class _Placement:
 
         The first device computes what is offloaded, too, which may be each of ``others``.
         """
-        if not self.activations or (device == "cpu" and self.accelerators):
+        if device == "cpu" and self.accelerators:
             return 0
-        computing = {name for name, where in self.device_map.items() if where == device} | set(placing)
+        needed = max(self.computing[device], self.activations.largest(placing))
         if device == self.devices[0]:
-            leaves = layers(others, self.unsplittable)
-            computing |= {name for name, where in self.device_map.items() if where in HOST_DEVICES}
-            computing |= {name for name, _ in leaves}
-        return max((self._activations_of(name) for name in computing), default=0)
+            waiting = self.activations.largest(name for name, _ in layers(others, self.unsplittable))
+            needed = max(needed, waiting, *(self.computing[place] for place in HOST_DEVICES))
+        return needed
 
-    def _activations_of(self, name: str) -> int:
-        inside = [size for module, size in self.activations.items() if _holds(name, module)]
-        while not inside and name and name not in self.activations:
-            name = name.rpartition(".")[0]
-        return max(inside, default=self.activations.get(name, 0))
+    def unused_first(self) -> DeviceName | None:
+        """The first accelerator if it took nothing, though a later one did and something is offloaded."""
+        took = [device for device in self.accelerators if device in self.device_map.values()]
+        offloaded = any(where in HOST_DEVICES for where in self.device_map.values())
+        first = next(iter(self.accelerators), None)
+        return first if offloaded and took and first not in took else None
 
     def _loading_devices(self) -> tuple[DeviceName, ...]:
         if "mps" in self.budgets:
@@ -178,20 +220,26 @@ class _Placement:
         return (*self.accelerators[:1], "cpu")
 
     def _tied_with(self, name: str) -> list[Part]:
-        """Parts of the queue that hold a parameter tied to one of ``name``, which does not hold all of the group."""
-        outside = [
-            parameter
-            for group in self.ties
-            if any(_holds(name, member) for member in group)
-            for parameter in group
-            if not _holds(name, parameter)
-        ]
-        return [part for part in self.queue[1:] if any(_holds(part[0], parameter) for parameter in outside)]
+        """Parts of the queue that go with ``name``, because they hold a parameter that it or another of them holds."""
+        found: set[str] = {name}
+        reached: set[int] = set()
+        while True:
+            groups = {
+                number
+                for number, group in enumerate(self.ties)
+                if any(_holds(part, member) for part in found for member in group)
+            }
+            if groups == reached:
+                return [part for part in self.queue if part[0] in found and part[0] != name]
+            reached = groups
+            members = [member for number in groups for member in self.ties[number]]
+            found |= {part for part, _ in self.queue if any(_holds(part, member) for member in members)}
 
     def _tied_bytes(self, name: str, other: str) -> int:
         """Bytes of ``other`` that are tied to parameters of ``name``: they are held once."""
         groups = [group for group in self.ties if any(_holds(name, member) for member in group)]
-        return sum(self.sizes[member] for group in groups for member in group if _holds(other, member))
+        inside = [[self.sizes[member] for member in group if _holds(other, member)] for group in groups]
+        return sum(max(sizes) for sizes in inside if sizes)
 
     def _divide(self, name: str, module: nn.Module | Tensor) -> None:
         place = next(index for index, part in enumerate(self.queue) if part[0] == name)
@@ -214,7 +262,7 @@ class _Placement:
         level: list[tuple[Part, list[Part]]] = [(part, [part]) for part in self.queue]
         while level:
             for (name, module), path in level:
-                needed = self.sizes[name] + max(0, self._activations_of(name) - kept)
+                needed = self.sizes[name] + max(0, self.activations.of(name) - kept)
                 fits = self.sizes[name] > 0 and needed <= room
                 if fits and not isinstance(module, Tensor) and self._fits_with_ties(name, room):
                     self._isolate(path)

@@ -79,11 +79,14 @@ def get_balanced_memory(
     dtype: str | torch.dtype | CustomDtype | None = None,
     special_dtypes: SpecialDtypes | None = None,
     low_zero: bool = False,
+    *,
+    activations: int = 0,
 ) -> Budgets:
     """Budgets with which :func:`infer_auto_device_map` uses all accelerators evenly instead of filling them in turn.
 
     Each accelerator but the last gets an even share and a margin for blocks that cannot be divided; no budget grows.
-    ``low_zero`` leaves device 0 as empty as the others permit, for what ``generate`` keeps there.
+    ``low_zero`` leaves device 0 as empty as the others permit, for what ``generate`` keeps there. ``activations``:
+    bytes that each device keeps free beside its share of the weights.
     """
     by_user = max_memory is not None
     budgets = get_max_memory(max_memory)
@@ -99,10 +102,10 @@ def get_balanced_memory(
         _MARGIN * max(_largest_block(model, sizes, no_split_module_classes), mean_layer_size(sizes))
     )
     for key in accelerators[bool(low_zero) : -1]:
-        budgets[key] = min(share, budgets[key])
+        budgets[key] = min(share + activations, budgets[key])
     if low_zero:
-        others = sum(budgets[key] for key in accelerators[1:])
-        budgets[accelerators[0]] = min(max(0, sizes[""] - others), budgets[accelerators[0]])
+        others = sum(max(0, budgets[key] - activations) for key in accelerators[1:])
+        budgets[accelerators[0]] = min(max(0, sizes[""] - others) + activations, budgets[accelerators[0]])
     return budgets
 
 
