@@ -1,6 +1,6 @@
 """Private names of torch and DeepSpeed that this package uses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,12 +39,17 @@ def sampler_length(sampler: Any) -> int | None:
     return count
 
 
-def publish_sequence_group(group: Any) -> None:
-    """Makes DeepSpeed's functions return a sequence-parallel group to scripts, which look there for it.
+def publish_sequence_group(group: Any) -> Callable[[], None]:
+    """Makes DeepSpeed's functions return a sequence-parallel group to scripts, until the returned function is called.
 
     The size that DeepSpeed knows stays 1, because accel's engines average gradients over all ranks.
     """
     from deepspeed.utils import groups
 
-    groups._get_sequence_parallel_group = lambda: group
-    groups._get_sequence_parallel_rank = group.rank
+    published: dict[str, Any] = {
+        "_get_sequence_parallel_group": lambda: group,
+        "_get_sequence_parallel_rank": group.rank,
+    }
+    before = {name: getattr(groups, name) for name in published}
+    groups.__dict__.update(published)
+    return lambda: groups.__dict__.update(before)

@@ -1,5 +1,6 @@
 """Sequence parallelism of DeepSpeed in scripts for Accelerate: the loop of its guide equals one process."""
 
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,7 +58,7 @@ def _train_shared(stage: int, start: int) -> dict[str, torch.Tensor]:
     from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig
 
     accelerator = Accelerator(
-        deepspeed_plugin=_plugin(stage),
+        deepspeed_plugin=_plugin(stage) if "ACCELERATE_USE_DEEPSPEED" in os.environ else None,
         parallelism_config=ParallelismConfig(
             sp_size=2,
             sp_backend="deepspeed",
@@ -81,7 +82,11 @@ def _train_shared(stage: int, start: int) -> dict[str, torch.Tensor]:
         accelerator.backward(sum(losses) / sum(counts))
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.free_memory()
+    with pytest.raises(KeyError, match="No sequence parallel group"):
+        groups._get_sequence_parallel_group()
+    return state
 
 
 def _plugin(stage: int) -> Any:
@@ -106,3 +111,8 @@ def train_alone(start: int) -> dict[str, torch.Tensor]:
 def test_ranks_that_share_sequences_train_as_one_process(rank_pool: RankPool, stage: int, start: int) -> None:
     shared = rank_pool.run(train_shared, stage, start, ranks=2, variables={"ACCELERATE_USE_DEEPSPEED": "true"})
     assert_close_state(shared[0], train_alone(start), rtol=0, atol=1e-5)
+
+
+def test_sequences_are_split_by_deepspeed_only(rank_pool: RankPool) -> None:
+    with pytest.raises(ValueError, match=r"sp_size=2 needs DeepSpeed"):
+        rank_pool.run(train_shared, 2, 0, ranks=2)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_compat.facade.backend import open_backend
-from accel_compat.facade.plugins import chosen_plugins, handlers_by_field, refuse_megatron
+from accel_compat.facade.plugins import check_sequences, chosen_plugins, handlers_by_field, refuse_megatron
 from accel_compat.facade.preparing import PreparingMethods
 from accel_compat.facade.process import ProcessMethods
 from accel_compat.facade.saving import SavingMethods
@@ -95,9 +95,8 @@ class CompatAccelerator(
             _from_accelerator=True,
             **init,
         )
+        check_sequences(parallelism_config, self.distributed_type)
         self._open(cpu=cpu, parallelism=parallelism_config)
-        if parallelism_config is not None:
-            self.state.device_mesh = parallelism_config.get_device_mesh(self.device.type)
         self._set_options(
             split_batches, dataloader_config, gradient_accumulation_steps, gradient_accumulation_plugin, rng_types
         )
@@ -138,7 +137,7 @@ class CompatAccelerator(
             strategy = "ddp"
         else:
             handlers.append(self.ddp_handler)
-        self._backend = open_backend(
+        parts = open_backend(
             precision=self.state.mixed_precision,
             cpu=cpu,
             device_type=self.device.type,
@@ -146,7 +145,10 @@ class CompatAccelerator(
             strategy=strategy,
             plugins=plugins,
             parallelism=parallelism,
-        ).backend
+        )
+        self._backend = parts.backend
+        if parallelism is not None:
+            self.state.device_mesh = parts.parallelism.get_device_mesh(self.device.type)
         precise = self.state.mixed_precision
         self.native_amp = precise in ("bf16", "fp8") or (precise == "fp16" and self.device.type != "cpu")
 

@@ -14,6 +14,7 @@ from accel_compat.options.handlers import (
     MSAMPRecipeKwargs,
     MutableHandler,
 )
+from accel_state.enums import DistributedType
 from accel_state.environment import parse_flag_from_env
 
 
@@ -67,6 +68,19 @@ def refuse_megatron(plugin: Any) -> None:
         raise RuntimeError(
             f"{asked}: Accelerate's loop of Megatron-LM, in which backward and step do nothing, is not offered; with accel "
             "itself: Accelerator(strategy=MegatronLMPlugin(...)) with the plugin of accel_megatron, in the ordinary loop"
+        )
+
+
+def check_sequences(parallelism: Any, distributed_type: DistributedType) -> None:
+    """Refuses ``sp_size`` without DeepSpeed, as Accelerate does: the loaders of a script deliver other batches there.
+
+    Raises:
+        ValueError: names the degree, and the nearest that works.
+    """
+    if parallelism is not None and parallelism.size("sp") > 1 and distributed_type != DistributedType.DEEPSPEED:
+        raise ValueError(
+            f"sp_size={parallelism.size('sp')} needs DeepSpeed (deepspeed_plugin=, or --use_deepspeed); without it, "
+            "accel's own Accelerator splits sequences with FSDP, or use cp_size"
         )
 
 

@@ -14,6 +14,7 @@ from accel_compat.facade.deepspeed import complete, note_engine
 from accel_compat.facade.optimizer import AcceleratedOptimizer
 from accel_compat.facade.scheduler import AcceleratedScheduler
 from accel_compat.facade.sequences import split_sequences
+from accel_compat.private import publish_sequence_group
 from accel_state.enums import DistributedType
 
 
@@ -47,6 +48,8 @@ class PreparingMethods:
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[AcceleratedScheduler]
     _dataloaders: list[Any]
+    _withdraw_group: Callable[[], None] | None = None
+    """Withdraws the sequence-parallel group from DeepSpeed's functions."""
 
     def prepare(self: Any, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
         """Prepares models, optimizers, schedulers and loaders, and returns them in the same order.
@@ -301,13 +304,21 @@ class PreparingMethods:
 
         ``prepare`` does this itself for a loader that is prepared together with the model.
         """
-        return split_sequences(dl, self._backend.layout.sequence_group, self.device)
+        group = self._backend.layout.sequence_group
+        if group is None:
+            return dl
+        if self._withdraw_group is None:
+            self._withdraw_group = publish_sequence_group(group)
+        return split_sequences(dl, group, self.device)
 
     def free_memory(self: Any, *objects: Any) -> list[None]:
         """Releases all prepared objects; returns a None for each argument."""
         from accel_state.device.memory import release_memory
 
         self._backend.release(self._models)
+        if self._withdraw_group is not None:
+            self._withdraw_group()
+            self._withdraw_group = None
         for held in (self._schedulers, self._optimizers, self._models, self._dataloaders):
             held.clear()
         self.step = 0

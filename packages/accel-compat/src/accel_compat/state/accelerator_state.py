@@ -51,7 +51,7 @@ class SharedAcceleratorState(SharedAttributes):
         self.deepspeed_plugins: dict[str, Any] | None = None
         self.torch_tp_plugin = torch_tp_plugin
         self.parallelism_config = parallelism_config
-        self.device_mesh = None
+        self.device_mesh: Any = None
         self.use_ipex = None
         precision = (
             parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no") if mixed_precision is None else mixed_precision
