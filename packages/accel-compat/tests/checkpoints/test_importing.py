@@ -4,7 +4,6 @@
 """
 
 import json
-import pickle
 import random
 import shutil
 import sys
@@ -140,13 +139,6 @@ def test_names_are_given_in_the_order_of_the_model(shapes, known, ways):
     assert sorted(ordered(shapes, known)) == sorted(ways)
 
 
-def test_shards_whose_records_hold_code_are_refused(tmp_path):
-    folder = Path(shutil.copytree(DATA / "1.15.0-fsdp-sharded", tmp_path / "folder"))
-    (folder / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(CheckpointError, match=r"holds more than the records of shards: builtins.print"):
-        import_folder(folder, tmp_path / "out", model=build)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DATA / "1.15.0-single", tmp_path / "folder"))
@@ -164,7 +156,11 @@ class Foreign:
         (lambda at: (at / "optimizer.bin").write_bytes(b"x"), "optimizer.bin cannot be read"),
         (lambda at: (at / "manifest.json").write_text("{}"), "is a checkpoint of accel already"),
         (lambda at: (at / "pytorch_model_fsdp_rank0.bin").write_bytes(b""), "has a file of each rank"),
-        (lambda at: torch.save(Foreign(), at / "custom_checkpoint_0.pkl"), "--trust-pickle reads it"),
+        (lambda at: (at / "model.safetensors").write_bytes(b"damaged"), "model.safetensors cannot be read"),
+        (
+            lambda at: torch.save(Foreign(), at / "custom_checkpoint_0.pkl"),
+            r"it holds \S*test_importing.Foreign; .*--trust-pickle runs the code",
+        ),
         (lambda at: shutil.rmtree(at), "is no folder"),
     ],
 )
@@ -179,6 +175,45 @@ def test_a_trusted_pickle_must_hold_what_a_checkpoint_can(tmp_path, folder):
     torch.save(Foreign(), folder / "custom_checkpoint_0.pkl")
     with pytest.raises(CheckpointError, match=r"custom is a .*Foreign, which a checkpoint does not hold"):
         import_folder(folder, tmp_path / "out", model=build, trust_pickle=True)
+
+
+def test_a_class_that_cannot_be_imported_is_named(tmp_path, folder, monkeypatch):
+    torch.save(Foreign(), folder / "custom_checkpoint_0.pkl")
+    monkeypatch.delattr(sys.modules[__name__], "Foreign")
+    with pytest.raises(
+        CheckpointError, match=r"custom_checkpoint_0.pkl cannot be read: .*Foreign.*test_importing.*__main__"
+    ):
+        import_folder(folder, tmp_path / "out", model=build, trust_pickle=True)
+
+
+def test_a_damaged_pickle_that_is_trusted_is_an_error_of_the_checkpoint(tmp_path, folder):
+    (folder / "custom_checkpoint_0.pkl").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0.pkl cannot be read"):
+        import_folder(folder, tmp_path / "out", model=build, trust_pickle=True)
+
+
+def test_the_prefix_of_ddp_on_one_rank_is_removed_or_noted(tmp_path, folder):
+    saved = load_file(folder / "model.safetensors")
+    safetensors.torch.save_file({f"module.{name}": one for name, one in saved.items()}, folder / "model.safetensors")
+    assert not any("under DDP" in note for note in import_folder(folder, tmp_path / "out", model=build).notes)
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        assert set(checkpoint.read("model")) == set(saved)
+    (folder / "optimizer.bin").unlink()
+    report = import_folder(folder, tmp_path / "unnamed")
+    assert any("every name of model 0 begins with module., as under DDP" in note for note in report.notes)
+
+
+def test_groups_beyond_comparison_are_ambiguous(tmp_path, folder):
+    count, size = 24, 12
+    shapes = [[None] * (size // 2)] * count
+    assert ordered(shapes, {str(place): (2,) for place in range(count * size)}) is None
+    saved = {f"{place:03}": torch.zeros(2) for place in range(count * size)}
+    (folder / "model.safetensors").unlink()
+    torch.save(saved, folder / "pytorch_model.bin")
+    groups = [{"params": list(range(place * 6, place * 6 + 6))} for place in range(count)]
+    torch.save({"state": {}, "param_groups": groups}, folder / "optimizer.bin")
+    with pytest.raises(CheckpointError, match=r"its parameters could have several names; give --model"):
+        import_folder(folder, tmp_path / "out")
 
 
 def test_the_folder_above_names_the_nearest(tmp_path, folder):

@@ -1,7 +1,9 @@
 """Files of torch and of safetensors."""
 
 import io
+import zipfile
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,3 +35,21 @@ def test_an_open_file_is_written_to():
     save({"step": 3}, file)
     file.seek(0)
     assert load(file) == {"step": 3}
+
+
+@pytest.mark.parametrize("core", [b"core", b"_core"])
+def test_arrays_of_either_numpy_are_read(tmp_path, core):
+    torch.save({"array": np.arange(3, dtype=np.uint32), "scalar": np.float64(0.5)}, tmp_path / "here")
+    with zipfile.ZipFile(tmp_path / "here") as here, zipfile.ZipFile(tmp_path / "there", "w") as there:
+        for name in here.namelist():
+            content = here.read(name)
+            if name.endswith("data.pkl"):
+                content = content.replace(b"numpy._core.", b"numpy.core.").replace(
+                    b"numpy.core.", b"numpy." + core + b"."
+                )
+                assert content.count(b"cnumpy." + core + b".multiarray\n") == 2
+            there.writestr(name, content)
+    read = load(tmp_path / "there")
+    assert read["array"].tolist() == [0, 1, 2]
+    assert read["array"].dtype == np.uint32
+    assert read["scalar"] == 0.5

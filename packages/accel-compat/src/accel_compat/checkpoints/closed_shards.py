@@ -14,30 +14,24 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from accel_compat.checkpoints.pickles import load
+from accel_compat.checkpoints.private import RECORDS
 from accel_state.errors import CheckpointError
 
-_ALLOWED = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "torch.serialization")
-_PLAIN = frozenset(
-    (
-        ("torch", "Size"),
-        ("torch", "device"),
-        ("collections", "OrderedDict"),
-        ("builtins", "set"),
-        ("pathlib", "PosixPath"),
-    )
-)
 
-
+@final
 class _ClosedUnpickler(pickle.Unpickler):
-    """Unpickler of ``.metadata``: records of torch's distributed checkpoints, sizes and dtypes."""
+    """Unpickler of ``.metadata``: records of torch's distributed checkpoints, sizes and dtypes.
+
+    It imports nothing and looks up no attribute by a name in the file, because ``Unpickler.find_class`` follows dots in names
+    to any object that a module reaches.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_layout = module == "torch.serialization" and name == "_get_layout"
-        is_record = module in _ALLOWED[:2] and name.lstrip("_")[:1].isupper()
-        if is_dtype or is_layout or is_record or (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
+        dtype = vars(torch).get(name) if module == "torch" else None
+        found = dtype if isinstance(dtype, torch.dtype) else RECORDS.get((module, name))
+        if found is None:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return found
 
 
 @final
@@ -51,7 +45,7 @@ class _ClosedReader(FileSystemReader):
                 found = _ClosedUnpickler(file).load()
         except OSError as error:
             raise CheckpointError(f"{place} cannot be read: {error.strerror}") from error
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+        except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"{place} holds more than the records of shards: {error}") from error
         if not isinstance(found, Metadata):
             raise CheckpointError(f"{place} is a {type(found).__name__}; expected the records of shards")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from accel_compat.checkpoints import files, sharded
@@ -17,6 +18,9 @@ from accel_compat.checkpoints.trusted_pickles import load_trusted
 from accel_state.errors import CheckpointError
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+DDP = "module."
+"""Prefix of the names of a model's weights under DDP."""
+_NOT_ALLOWED = re.compile(r"\bGLOBAL (\S+)")
 _RANDOM = re.compile(rf"{files.RANDOM}_(\d+)\.pkl")
 _SHARD_OF_RANK = re.compile(rf"({sharded.MODEL}|{sharded.OPTIMIZER})(_\d+)?_rank\d+\.bin")
 
@@ -54,7 +58,7 @@ class AccelerateFolder:
 
         Raises:
             CheckpointError: it is none of Accelerate's, is incomplete or damaged, or a file holds more than tensors and
-                plain values. With ``trust_pickle`` files of registered objects may hold anything.
+                plain values. With ``trust_pickle`` files of registered objects may hold what can be imported.
         """
         found = cls(path, _layout(path))
         found.random = [_read(path / f"{files.RANDOM}_{rank}.pkl") for rank in range(_ranks(path))]
@@ -74,8 +78,8 @@ class AccelerateFolder:
     def add_model(self, weights: Mapping[str, Any], *, is_ordered: bool) -> None:
         """Adds weights under the names of the user's own model."""
         clean = {_WRAPPERS.sub("", name): one for name, one in weights.items()}
-        if self.layout == "plain" and len(self.random) > 1 and all(name.startswith("module.") for name in clean):
-            clean = {name.removeprefix("module."): one for name, one in clean.items()}
+        if self.layout == "plain" and len(self.random) > 1 and all(name.startswith(DDP) for name in clean):
+            clean = {name.removeprefix(DDP): one for name, one in clean.items()}
         self.models.append(clean)
         self.is_ordered.append(is_ordered)
 
@@ -139,7 +143,16 @@ def _read(path: Path) -> Any:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} lacks {path.name}") from error
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        named = _NOT_ALLOWED.search(str(error))
+        reason = f"it holds {named[1]}" if named else (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+
+
+def _read_safe(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _read_custom(path: Path) -> Any:
@@ -147,8 +160,8 @@ def _read_custom(path: Path) -> Any:
         return _read(path)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}; the state of a registered object holds more than tensors and plain values. If its source is "
-            "trusted, --trust-pickle reads it, which runs code that is in it"
+            f"{error}; the state of a registered object is more than tensors and plain values. If its source is "
+            "trusted, --trust-pickle runs the code in it; what results has to be tensors and plain values"
         ) from error
 
 
@@ -160,7 +173,7 @@ def _read_plain(found: AccelerateFolder) -> None:
             path / numbered(files.MODEL, index, "bin"),
         )
         if safe.is_file():
-            found.add_model(load_file(safe), is_ordered=False)
+            found.add_model(_read_safe(safe), is_ordered=False)
         elif unsafe.is_file():
             found.add_model(_read(unsafe), is_ordered=True)
         else:

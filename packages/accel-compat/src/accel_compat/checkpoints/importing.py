@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 
 from accel_ckpt.tools.rank_states import save_for_ranks
-from accel_compat.checkpoints.folder import AccelerateFolder
+from accel_compat.checkpoints.folder import DDP, AccelerateFolder
 from accel_compat.checkpoints.optimizer_names import (
     BuiltObjects,
     Shape,
@@ -84,10 +84,10 @@ def import_folder(
     written = save_for_ranks(out, state, local, metadata=metadata)
     names, path = tuple(written.names), str(written.path)
     written.close()
-    return ImportReport(path, found.layout, names, len(local), _notes(found, unknown))
+    return ImportReport(path, found.layout, names, len(local), _notes(found, unknown, has_model=built is not None))
 
 
-def _notes(found: AccelerateFolder, unknown: Sequence[str]) -> tuple[str, ...]:
+def _notes(found: AccelerateFolder, unknown: Sequence[str], *, has_model: bool) -> tuple[str, ...]:
     notes = ["Accelerate saves no position in the data: loaders start at the beginning of an epoch"]
     ranks = len(found.random)
     if found.schedulers and ranks > 1:
@@ -95,6 +95,12 @@ def _notes(found: AccelerateFolder, unknown: Sequence[str]) -> tuple[str, ...]:
             f"Accelerate moved the schedule {ranks} times per optimizer step, unless split_batches was set: load it into "
             'an Accelerator(scheduler_steps="per_process")'
         )
+    for place, weights in enumerate([] if has_model else found.models):
+        if weights and all(name.startswith(DDP) for name in weights):
+            notes.append(
+                f"every name of model {place} begins with {DDP}, as under DDP: give --model MODULE:BUILD if the model's own "
+                "names do not"
+            )
     if len(found.optimizers) < len(found.models) and found.layout == "deepspeed":
         notes.append(
             "DeepSpeed's stage 0 saves an optimizer without names of its parameters, which is not imported: load with "
@@ -125,6 +131,7 @@ def _fitting(models: Sequence[Mapping[str, Any]], built: BuiltObjects | None) ->
     for place, weights in enumerate(models):
         if built is not None:
             known = set(built.models[place].state_dict())
+            weights = _unwrapped(weights, known)
             if foreign := sorted(set(weights) - known):
                 raise CheckpointError(
                     f"model {place} of the folder has {foreign[0]}, which that of --model does not have; it has "
@@ -132,6 +139,13 @@ def _fitting(models: Sequence[Mapping[str, Any]], built: BuiltObjects | None) ->
                 )
         made.append({name: one for name, one in weights.items() if isinstance(one, torch.Tensor)})
     return made
+
+
+def _unwrapped(weights: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
+    """Weights without the prefix of DDP, which wraps the model of a single rank too, if the built model has none."""
+    if all(name.startswith(DDP) for name in weights) and not any(name.startswith(DDP) for name in known):
+        return {name.removeprefix(DDP): one for name, one in weights.items()}
+    return weights
 
 
 def _optimizer(found: AccelerateFolder, built: BuiltObjects | None, index: int) -> dict[str, Any]:
@@ -144,14 +158,14 @@ def _optimizer(found: AccelerateFolder, built: BuiltObjects | None, index: int) 
         return named(state, groups)
     shapes = saved_shapes(state)
     places = [index, *(place for place in range(len(found.models)) if place != index)]
-    ways: list[list[list[str]]] = []
+    ways: list[list[list[str]]] | None = []
     for place in places[: len(found.models)] if index < len(found.models) else places[1:]:
         ways = _ways(found, built, place, shapes)
-        if ways:
+        if ways != []:
             break
-    if len(ways) == 1:
+    if ways is not None and len(ways) == 1:
         return named(state, ways[0])
-    which = "its parameters could have several names" if ways else "its parameters fit those of no model"
+    which = "its parameters fit those of no model" if ways == [] else "its parameters could have several names"
     given = "return the optimizer as well: (model, optimizer)" if built is not None else "give --model MODULE:BUILD"
     raise CheckpointError(
         f"{found.path}: optimizer {index} was saved by the numbers of its parameters, and {which}; {given}"
@@ -160,7 +174,7 @@ def _optimizer(found: AccelerateFolder, built: BuiltObjects | None, index: int) 
 
 def _ways(
     found: AccelerateFolder, built: BuiltObjects | None, place: int, shapes: Sequence[Sequence[Shape | None]]
-) -> list[list[list[str]]]:
+) -> list[list[list[str]]] | None:
     if built is not None:
         every = built.shapes(place)
         trained = {name: one for name, one in every.items() if built.models[place].get_parameter(name).requires_grad}

@@ -10,6 +10,8 @@ from torch import nn
 from accel_state.errors import CheckpointError
 
 Shape = tuple[int, ...]
+_LIMIT = 2000
+"""Partial assignments of as many names that ``ordered`` compares: there are exponentially many in the number of groups."""
 
 
 @final
@@ -108,8 +110,11 @@ def saved_shapes(state: Mapping[str, Any]) -> list[list[Shape | None]]:
     return [[shape(number) for number in group["params"]] for group in state["param_groups"]]
 
 
-def ordered(shapes: Sequence[Sequence[Shape | None]], known: Mapping[str, Shape]) -> list[list[list[str]]]:
-    """Ways (at most two) to give names to groups, each group in the order of ``known``, by their shapes."""
+def ordered(shapes: Sequence[Sequence[Shape | None]], known: Mapping[str, Shape]) -> list[list[list[str]]] | None:
+    """Ways (at most two) to give names to groups, each group in the order of ``known``, by their shapes.
+
+    None: more than ``_LIMIT`` partial assignments fit, so the names are ambiguous.
+    """
     lengths = tuple(len(group) for group in shapes)
     spare = len(known) - sum(lengths)
     names = list(known)
@@ -125,6 +130,8 @@ def ordered(shapes: Sequence[Sequence[Shape | None]], known: Mapping[str, Shape]
                 if count < lengths[group] and shapes[group][count] in (None, known[name]):
                     after = (*taken[:group], count + 1, *taken[group + 1 :])
                     following.setdefault(after, []).append((taken, group))
+            if len(following) > _LIMIT:
+                return None
         layers.append(following)
     return _ways(layers, lengths, names)
 

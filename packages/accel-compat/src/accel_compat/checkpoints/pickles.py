@@ -14,11 +14,18 @@ LOG = logging.getLogger("accelerate.utils.other")
 
 
 def plain_types() -> list[Any]:
-    """Types beyond torch's own that states hold and that execute nothing when they are read."""
-    from numpy._core import multiarray
+    """Types beyond torch's own that states hold and that execute nothing when they are read.
 
+    Functions of NumPy have the names of NumPy 1 and of NumPy 2, because either reads what the other wrote.
+    """
+    rebuild, scalar = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
+    functions = [
+        (function, f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for function, name in ((rebuild, "_reconstruct"), (scalar, "scalar"))
+    ]
     dtypes = [type(np.dtype(name)) for name in ("uint32", "int64", "float64", "float32", "uint64", "int32", "bool")]
-    return [multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype, codecs.encode, *dtypes]
+    return [*functions, np.ndarray, np.dtype, codecs.encode, *dtypes]
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
