@@ -2,7 +2,7 @@
 
 import pickle
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -82,6 +82,14 @@ def test_getattr_finds_members_of_the_enum_alone(folder, owner, name, found):
     (folder / ".metadata").write_bytes(b"\x80\x04" + named("builtins", "getattr") + pair + b"\x86R.")
     with pytest.raises(CheckpointError, match=found):
         read_shards(folder)
+
+
+def test_attributes_of_paths_are_not_set(folder):
+    attribute = b"N}" + text("owned") + text("/etc") + b"s\x86b."
+    (folder / ".metadata").write_bytes(b"\x80\x04" + named("pathlib", "PosixPath") + attribute)
+    with pytest.raises(CheckpointError, match="expected the records of shards"):
+        read_shards(folder)
+    assert not hasattr(PurePosixPath, "owned")
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04h\x05.", b"\x80\x04R.", b"\x80\x04]."])

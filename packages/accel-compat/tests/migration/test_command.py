@@ -51,7 +51,7 @@ def test_a_folder_is_reported_by_line_and_summed_up(script, capsys):
         f"{script}:2:1: change",
         f"{script}:3:1: note",
     ]
-    assert lines[-1] == "1 files: 1 imports to rename with --write, 1 to change by hand, 1 notes"
+    assert lines[-1] == "1 file: 1 import to rename with --write, 1 to change by hand, 1 note"
     assert script.read_text() == RENAME + CHANGE + NOTE
 
 

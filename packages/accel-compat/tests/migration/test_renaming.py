@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,75 @@ def test_imports_are_renamed_and_everything_else_keeps_its_bytes(tmp_path, befor
     assert written(tmp_path, before) == after
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "import accelerate.test_utils.testing, sys\nx = accelerate.Accelerator\n",
+            "import accelerate.test_utils.testing, accel, sys\nx = accel.Accelerator\n",
+        ),
+        (
+            "def f():\n    import accelerate.commands as c, accelerate.test_utils  # kept\n    accelerate.utils\n",
+            "def f():\n    import accelerate.commands as c, accelerate.test_utils, accel  # kept\n    accel.utils\n",
+        ),
+        (
+            "import accelerate.test_utils.testing\naccelerate.test_utils.testing.run_command()\n",
+            "import accelerate.test_utils.testing\naccelerate.test_utils.testing.run_command()\n",
+        ),
+        (
+            "import accelerate.test_utils\naccel = accelerate.utils.dataclasses.KwargsHandler\n",
+            "import accelerate.test_utils\naccel = accelerate.utils.dataclasses.KwargsHandler\n",
+        ),
+        (
+            "import accelerate, accelerate.test_utils\naccel = accelerate.Accelerator\n",
+            "import accelerate, accelerate.test_utils\naccel = accelerate.Accelerator\n",
+        ),
+        (
+            "def f():\n    global accelerate\n    import accelerate\naccelerate.Accelerator\n",
+            "def f():\n    global accelerate\n    import accel as accelerate\naccelerate.Accelerator\n",
+        ),
+        (
+            "def f():\n    accel = 1\n    def g():\n        nonlocal accel\n        import accelerate\n",
+            "def f():\n    accel = 1\n    def g():\n        nonlocal accel\n        import accel as accelerate\n",
+        ),
+    ],
+)
+def test_a_name_that_is_used_is_still_bound(tmp_path, before, after):
+    assert written(tmp_path, before) == after
+
+
+@contextmanager
+def files_of_at_most(length: int) -> Iterator[None]:
+    """Limits the length of a file, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_fails_leaves_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import accelerate\n")
+    with files_of_at_most(4):
+        report = check_script(script, write=True)
+    assert "File too large" in report.error
+    assert script.read_text() == "import accelerate\n"
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_script_that_is_written_keeps_its_mode_and_its_link(tmp_path):
+    script, link = tmp_path / "script.py", tmp_path / "link.py"
+    script.write_text("import accelerate\n")
+    script.chmod(0o754)
+    link.symlink_to(script)
+    assert not check_script(link, write=True).error
+    assert link.is_symlink()
+    assert script.read_text() == "import accel\n"
+    assert script.stat().st_mode & 0o777 == 0o754
+
+
 def test_a_divided_import_keeps_its_comments_and_its_indentation(tmp_path):
     names = "        get_grad_scaler,  # inner\n        set_seed as seed,\n"
     before = f"def f():\n    from accelerate.utils import (\n{names}    )\n"
@@ -99,7 +171,14 @@ def test_an_encoding_other_than_utf8_stays(tmp_path):
         ("from accelerate.test_utils import RegressionModel\n", "the package accel_testing tests programs here"),
         ("import accelerate.commands\n", "accel has no module for accelerate.commands; accel launch"),
         ("import accelerate\naccelerate.utils.fsdp_utils.fsdp2_prepare_model\n", "2:1: change [name]"),
-        ("from accelerate.utils import *\n", "note [import] * imports the names of accel.utils"),
+        (
+            "from accelerate.utils import *\n",
+            "note [import] * imports the names of accel.utils, which are fewer; calls of them are not checked",
+        ),
+        (
+            "import accelerate.test_utils.testing\naccelerate.Accelerator\n",
+            "rename [import] accelerate is accel; accel",
+        ),
     ],
 )
 def test_names_that_stay_are_reported_with_a_remedy(tmp_path, text, message):

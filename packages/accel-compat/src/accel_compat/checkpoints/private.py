@@ -28,6 +28,11 @@ def _member(encodings: Any, name: str) -> Any:
     return _MEM_FORMAT_ENCODING[name]
 
 
+def _path(*parts: str) -> PurePosixPath:
+    """Placeholder of ``PosixPath``, because a pickle can set attributes of a class that it names."""
+    return PurePosixPath(*parts)
+
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _METADATA_OF_TORCH_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
 RECORDS: Mapping[tuple[str, str], Any] = {
@@ -48,7 +53,7 @@ RECORDS: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
     ("builtins", "getattr"): _member,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,  # of Python 3.13
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,  # of Python 3.13
 }
 """All that a pickle of records may name, with the object that stands for it; dtypes of torch aside."""

@@ -47,4 +47,9 @@ def _print(reports: "list[ScriptReport]", *, write: bool) -> None:
             print(f"{report.path}: renamed the imports")
     renames, changes, notes = (sum(report.count(kind) for report in reports) for kind in ("rename", "change", "note"))
     done = "renamed" if write else "to rename with --write"
-    print(f"{len(reports)} files: {renames} imports {done}, {changes} to change by hand, {notes} notes")
+    files, imports, remarks = _counted(len(reports), "file"), _counted(renames, "import"), _counted(notes, "note")
+    print(f"{files}: {imports} {done}, {changes} to change by hand, {remarks}")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -110,3 +110,5 @@ def _bound(node: ast.AST) -> Iterator[str]:
         yield node.name
     elif isinstance(node, ast.MatchMapping) and node.rest is not None:
         yield node.rest
+    elif isinstance(node, ast.Global | ast.Nonlocal):
+        yield from node.names

@@ -40,6 +40,14 @@ class Renaming:
         self.edits: list[Edit] = []
         self.findings: list[Finding] = []
         self._taken = OURS in imports.other or NAME in imports.other
+        self._kept = [
+            alias
+            for node in imports.statements
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if is_theirs(alias.name) and alias.asname is None and self._stays(alias.name)
+        ]
+        self._is_missing = False
         self._imported = {
             alias.name
             for node in imports.statements
@@ -53,6 +61,8 @@ class Renaming:
             else:
                 self._rename_import(node)
         self._rename_uses()
+        if self._is_missing:
+            self._add_imports()
 
     def _tell(self, node: ast.expr | ast.stmt | ast.alias, kind: Kind, rule: str, message: str, remedy: str) -> None:
         self.findings.append(Finding(*self._source.place(node), kind, rule, message, remedy))
@@ -82,7 +92,13 @@ class Renaming:
             if home is None:
                 self._tell(alias, "change", "import", f"accel has no module for {module}", "import each name by itself")
             else:
-                self._tell(alias, "note", "import", f"* imports the names of {home}, which are fewer", "")
+                self._tell(
+                    alias,
+                    "note",
+                    "import",
+                    f"* imports the names of {home}, which are fewer; calls of them are not checked",
+                    "",
+                )
             return home or module
         home = home_of(module, alias.name)
         if home is not None:
@@ -118,7 +134,7 @@ class Renaming:
                 )
                 continue
             if alias.asname is None and self._taken:
-                if not is_attribute(ours):
+                if self._kept:
                     self._tell(
                         alias, "change", "import", f"{alias.name} is {ours}", f"import {ours} under another name"
                     )
@@ -128,6 +144,18 @@ class Renaming:
                 new = ours if alias.asname is None else f"{ours} as {alias.asname}"
             self._tell(alias, "rename", "import", f"{alias.name} is {ours}", "accel migrate --write renames it")
             self.edits.append(Edit(self._source.start(alias), self._source.end(alias), new))
+
+    def _stays(self, module: str) -> bool:
+        """Whether ``import module`` goes on binding Accelerate itself."""
+        ours = module_here(module)
+        return ours is None or (self._taken and not is_attribute(ours))
+
+    def _add_imports(self) -> None:
+        """Imports accel beside the modules of Accelerate that stay, because uses of the module's name were renamed."""
+        for alias in self._kept:
+            self._tell(alias, "rename", "import", f"{NAME} is {OURS}", f"accel migrate --write adds import {OURS}")
+            end = self._source.end(alias)
+            self.edits.append(Edit(end, end, f", {OURS}"))
 
     def _rename_uses(self) -> None:
         nodes = [node for node in ast.walk(self._source.tree) if isinstance(node, ast.Attribute | ast.Name)]
@@ -151,7 +179,10 @@ class Renaming:
             module, _, name = path.rpartition(".")
             self._tell(node, "change", "name", *(_lacking(path, left[0].attr) if left else _lacking(module, name)))
             return
+        if root.id == NAME and self._taken and self._kept:
+            return
         head = left[0].value if left else node
+        self._is_missing |= root.id == NAME and not self._taken
         root_here = OURS if root.id == NAME and not self._taken else root.id
         if (new := root_here + ours.removeprefix(base_here)) != self._source.text_of(head):
             self.edits.append(Edit(self._source.start(head), self._source.end(head), new))

@@ -2,6 +2,9 @@
 
 import ast
 import io
+import os
+import shutil
+import tempfile
 import tokenize
 from pathlib import Path
 from typing import final
@@ -69,5 +72,16 @@ class ScriptSource:
         return node.lineno, len(self.utf8[begin : begin + node.col_offset].decode()) + 1
 
     def write(self, utf8: bytes) -> None:
-        """Replaces the file's text; its encoding and its mode stay."""
-        self.path.write_bytes(utf8.decode().encode(self._encoding))
+        """Replaces the file's text, in full or not at all; its encoding and its mode stay, and a link stays a link."""
+        target = self.path.resolve()
+        with open(target, "r+b"):  # which a read-only file refuses, and a rename does not
+            pass
+        handle, staged = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with open(handle, "wb") as file:
+                file.write(utf8.decode().encode(self._encoding))
+            shutil.copymode(target, staged)
+            os.replace(staged, target)
+        except BaseException:
+            os.unlink(staged)
+            raise
