@@ -104,6 +104,28 @@ def test_memory_and_traffic_are_those_of_a_real_rank(
     assert found == (counted, held)
 
 
+def evaluated() -> tuple[bool, list[list[int]]]:
+    import torch.distributed as dist
+
+    from accel_state.process_group.fake_group import open_fake_group
+
+    open_fake_group(0, 2)
+    try:
+        _, model, _ = trained(None, {"pp_size": 2})
+        model.eval()
+        with torch.no_grad():
+            loss = loss_of(model, tokens=True)
+        tokens = model.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=2, eos_token_id=1)
+        return bool(loss.isfinite()), tokens.tolist()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_first_stage_alone_evaluates_and_generates_zeros(rank_pool: RankPool) -> None:
+    pytest.importorskip("transformers")
+    assert rank_pool.run(evaluated, ranks=1, group=None) == [(True, [[1, 1, 1, 0, 0]] * 2)]
+
+
 @pytest.mark.parametrize("world_size", [8, 64])
 def test_shards_shrink_with_the_ranks_and_the_gathered_bytes_do_not(world_size: int, rank_pool: RankPool) -> None:
     (small,) = rank_pool.run(alone, "fsdp", {}, 2, ranks=1, group=None)
