@@ -115,8 +115,11 @@ class TransformerShape:
         """Elements of all parameters."""
         return self.layers * self.block + self.ends
 
-    def flops(self, sequences: int, length: int) -> int:
-        """Floating-point operations of forward and backward: six for each element and token, and attention."""
-        used = self.attention + 3 * self.hidden * self.feed_forward * max(1, self.chosen)
+    def flops(self, sequences: int, length: int, *, copies: int = 1) -> int:
+        """Floating-point operations of forward and backward: six for each element and token, and attention.
+
+        ``copies``: ranks that compute the same experts for the same tokens.
+        """
+        used = self.attention + 3 * self.hidden * self.feed_forward * max(1, self.chosen) * copies
         products = 6 * (self.layers * used + self.vocabulary * self.hidden) * sequences * length
         return products + 6 * self.layers * self.queries * sequences * length**2  # causal: half of the pairs
