@@ -211,8 +211,17 @@ def test_the_stage_with_the_most_layers_determines_the_time() -> None:
 def test_what_cannot_be_planned_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"nothing fits 8 nodes.* too much"):
         propose_axes(plan_axes(shape("405b"), h100s(8), BATCH), h100s(8))
-    with pytest.raises(ConfigError, match=r"global_batch=3 does not divide .* nearest: global_batch=128"):
+    with pytest.raises(ConfigError, match=r"global_batch=3 does not divide .* nearest: global_batch=4"):
         plan_axes(shape("70b"), h100s(8), Batching(3, 2, 8192))
+    plan_axes(shape("70b"), h100s(8), Batching(4, 2, 8192))
+    with pytest.raises(ConfigError, match="margin is 1; expected a fraction from 0 and below 1"):
+        propose_axes([plan(dp_shard=64)], h100s(8), margin=1)
+    for field, value in (("hidden_size", None), ("num_attention_heads", 0), ("head_dim", "64"), ("vocab_size", True)):
+        with pytest.raises(ConfigError, match=field):
+            TransformerShape.from_config({**CONFIGS["70b"], field: value})
+    for field, value in (("mlp_only_layers", [0]), ("decoder_sparse_step", 2)):
+        with pytest.raises(ConfigError, match=rf"{field} is .*only models of equal blocks"):
+            TransformerShape.from_config({**CONFIGS["8x7b"], field: value})
     with pytest.raises(ConfigError, match="model_type 'gpt2' has blocks that are not described here"):
         TransformerShape.from_config({"model_type": "gpt2"})
     with pytest.raises(ConfigError, match="the configuration of a llama has no num_hidden_layers"):

@@ -141,7 +141,8 @@ def test_a_group_is_named_after_the_axes_along_which_it_goes() -> None:
     assert axis_of((0, 4), degrees, 8) == "pp"
     assert axis_of((0, 1, 2, 3), degrees, 8) == "dp_shard x tp"
     assert axis_of((0,), degrees, 8) == "this rank"
-    assert axis_of((0, 1), ParallelismConfig(), 8) == "all ranks"
+    assert axis_of(range(8), ParallelismConfig(), 8) == "all ranks"
+    assert axis_of((0, 1), ParallelismConfig(), 8) == "some ranks"
 
 
 def test_collectives_of_one_kind_along_one_axis_are_summed() -> None:
