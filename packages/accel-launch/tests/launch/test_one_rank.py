@@ -28,6 +28,12 @@ def test_the_process_has_every_variable_of_a_rank(given: dict[str, int], port: i
     assert [process.env[name] for name in names] == ["0", "8", "4", "2", "127.0.0.1", str(port)]
 
 
+def test_the_profiler_is_silent_unless_its_level_is_given(program: list[str]) -> None:
+    for env, level in (({}, "6"), ({"KINETO_LOG_LEVEL": "0"}, "0")):
+        process = plan_one_rank(resolve_config({}, {}), program, CPU, env=env, world_size=8)
+        assert process.environment(env)["KINETO_LOG_LEVEL"] == level
+
+
 def test_settings_of_the_supervisor_are_refused_from_flags_and_without_effect_from_variables(
     program: list[str],
 ) -> None:

@@ -83,6 +83,8 @@ def plan_one_rank(
         "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_PORT": str(config.main_process_port or DEFAULT_PORT),
+        # Otherwise torch's profiler, which measures the peak on CPUs, prints its start and stop (level 5, USDT).
+        "KINETO_LOG_LEVEL": env.get("KINETO_LOG_LEVEL", "6"),
     }
     argv = (host.python, "-P", "-m", _RUNNER, "0", str(world_size), form, kind, *program)
     return ProcessPlan(0, 0, argv, {**process.env, **place}, process.unset)
