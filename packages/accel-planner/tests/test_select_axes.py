@@ -158,19 +158,70 @@ def test_groups_inside_a_node_use_its_links_and_others_the_network() -> None:
     assert found.local["tp"] == 40 * 1024 * 4 * 2 * (hidden * 7 // 8)
 
 
-def test_experts_are_divided_only_where_there_are_some_and_alone() -> None:
+def test_experts_are_divided_only_where_there_are_some_and_not_in_a_pipeline() -> None:
     found = list(axis_degrees(shape("8x7b"), h100s(8), global_batch=4096, micro_batch=1, length=8192))
     assert {degrees.ep for degrees in found} == {1, 2, 4, 8}
-    assert all(degrees.ep == 1 or degrees.tp == degrees.pp == degrees.cp == 1 for degrees in found)
+    assert all(degrees.ep == 1 or degrees.pp == 1 for degrees in found)
+    assert any(degrees.ep > 1 and degrees.tp > 1 and degrees.cp > 1 for degrees in found)
     dense = axis_degrees(shape("70b"), h100s(8), global_batch=4096, micro_batch=1, length=8192)
     assert {degrees.ep for degrees in dense} == {1}
+
+
+def test_tensor_parallel_ranks_hold_and_compute_the_same_experts() -> None:
+    both, alone = plan("8x7b", dp_shard=2, ep=8, tp=4), plan("8x7b", dp_shard=8, ep=8)
+    experts = 4 * 32 * shape("8x7b").feed_forwards // 8
+    dense = 4 * shape("8x7b").numel - 8 * experts
+    assert both.parameters == pytest.approx(dense / 64 + experts / 2, rel=0.01)
+    assert alone.parameters == pytest.approx(dense / 64 + experts / 8, rel=0.01)
+    assert both.activations > plan("8x7b", dp_shard=16, tp=4).activations
+
+
+def test_experts_are_sharded_over_context_parallel_ranks() -> None:
+    over_both, over_one = plan("8x7b", dp_shard=4, ep=8, cp=2), plan("8x7b", dp_shard=8, ep=8)
+    assert over_both.parameters == over_one.parameters
+    micro = Batching(32, 1, 8192)
+    alone = plan_degrees(shape("8x7b"), h100s(2), AxisDegrees(ep=8, cp=2), micro, checkpointing=False)
+    fewer = plan_degrees(shape("8x7b"), h100s(2), AxisDegrees(ep=8, dp_shard=2), micro, checkpointing=False)
+    assert alone.communication == pytest.approx(fewer.communication)
+
+
+@pytest.mark.parametrize("degrees", [{"dp_shard": 64}, {"dp_shard": 8, "cp": 8}, {"dp_shard": 16, "tp": 4}], ids=str)
+def test_gradients_of_an_accumulation_window_are_full_until_its_end(degrees: dict[str, int]) -> None:
+    found = AxisDegrees(**degrees)
+    one = Batching(found.readers, 1, 8192)
+    closed = plan_degrees(shape("70b"), h100s(8), found, one, checkpointing=False)
+    opened = plan_degrees(shape("70b"), h100s(8), found, BATCH, checkpointing=False)
+    assert opened.communication - closed.communication == pytest.approx(4 * shape("70b").numel / found.tp, rel=1e-3)
+
+
+def test_shards_over_the_ranks_of_a_node_share_its_link_with_tensor_parallel_groups_alone() -> None:
+    hardware = h100s(8, flops=1e30, local=1e30)
+    for degrees in (AxisDegrees(dp_shard=64), AxisDegrees(dp_shard=8, cp=8), AxisDegrees(dp_shard=16, tp=4)):
+        found = plan_degrees(shape("70b"), hardware, degrees, BATCH, checkpointing=False)
+        assert found.seconds == pytest.approx(found.remote["dp_shard"] * degrees.tp / hardware.remote, rel=1e-6)
+
+
+def test_the_stage_with_the_most_layers_determines_the_time() -> None:
+    hardware = h100s(8, local=1e30, remote=1e30)
+    found = plan_degrees(shape("70b"), hardware, AxisDegrees(pp=64), BATCH, checkpointing=False)
+    even = shape("70b").flops(4096, 8192) / 64 / hardware.flops
+    assert found.seconds * (1 - found.bubble) == pytest.approx(even * 2 * 64 / 80, rel=1e-6)
 
 
 def test_what_cannot_be_planned_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"nothing fits 8 nodes.* too much"):
         propose_axes(plan_axes(shape("405b"), h100s(8), BATCH), h100s(8))
-    with pytest.raises(ConfigError, match=r"global_batch=3 does not divide .* nearest: global_batch=128"):
+    with pytest.raises(ConfigError, match=r"global_batch=3 does not divide .* nearest: global_batch=4"):
         plan_axes(shape("70b"), h100s(8), Batching(3, 2, 8192))
+    plan_axes(shape("70b"), h100s(8), Batching(4, 2, 8192))
+    with pytest.raises(ConfigError, match="margin is 1; expected a fraction from 0 and below 1"):
+        propose_axes([plan(dp_shard=64)], h100s(8), margin=1)
+    for field, value in (("hidden_size", None), ("num_attention_heads", 0), ("head_dim", "64"), ("vocab_size", True)):
+        with pytest.raises(ConfigError, match=field):
+            TransformerShape.from_config({**CONFIGS["70b"], field: value})
+    for field, value in (("mlp_only_layers", [0]), ("decoder_sparse_step", 2)):
+        with pytest.raises(ConfigError, match=rf"{field} is .*only models of equal blocks"):
+            TransformerShape.from_config({**CONFIGS["8x7b"], field: value})
     with pytest.raises(ConfigError, match="model_type 'gpt2' has blocks that are not described here"):
         TransformerShape.from_config({"model_type": "gpt2"})
     with pytest.raises(ConfigError, match="the configuration of a llama has no num_hidden_layers"):

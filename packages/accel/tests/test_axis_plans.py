@@ -47,6 +47,8 @@ def held(degrees: dict[str, int], experts: bool) -> tuple[int, int, int]:
         pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "dp_shard": 2}, marks=pytest.mark.slow),
         pytest.param({"ep": 2, "dp_shard": 2}, marks=pytest.mark.slow),
+        pytest.param({"ep": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"ep": 2, "cp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -1,10 +1,10 @@
 """Proposal of degrees of parallelism: a combination that is fast and fits, and what is lost without each axis; pure."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
-from accel_planner.cost.axis_degrees import axis_degrees
+from accel_planner.cost.axis_degrees import AxisDegrees, axis_degrees
 from accel_planner.cost.axis_plan import AxisPlan, Batching, plan_degrees
 from accel_planner.cost.hardware import Hardware
 from accel_planner.cost.transformer_shape import TransformerShape
@@ -37,28 +37,41 @@ def plan_axes(shape: TransformerShape, hardware: Hardware, batching: Batching) -
     """Plans all combinations of degrees, with and without activation checkpointing, the fastest first.
 
     Raises:
-        ConfigError: no combination divides the world size, the model and the batch.
+        ConfigError: no combination divides the world size, the model and the batch; names the nearest batch that does.
     """
     for name in ("global_batch", "micro_batch", "length"):
         if getattr(batching, name) < 1:
             raise ConfigError(f"{name} is {getattr(batching, name)}; expected at least 1")
     found = [
         plan_degrees(shape, hardware, degrees, batching, checkpointing=checkpointing)
-        for degrees in axis_degrees(
-            shape,
-            hardware,
-            global_batch=batching.global_batch,
-            micro_batch=batching.micro_batch,
-            length=batching.length,
-        )
+        for degrees in _degrees(shape, hardware, batching)
         for checkpointing in (False, True)
     ]
     if not found:
         raise ConfigError(
             f"global_batch={batching.global_batch} does not divide into micro-batches of {batching.micro_batch} on any "
-            f"part of {hardware.ranks} ranks; nearest: global_batch={hardware.ranks * batching.micro_batch}"
+            f"part of {hardware.ranks} ranks; nearest: global_batch={_nearest_batch(shape, hardware, batching)}"
         )
     return sorted(found, key=lambda plan: (plan.seconds, plan.peak, len(plan.degrees.active)))
+
+
+def _degrees(shape: TransformerShape, hardware: Hardware, batching: Batching) -> Iterator[AxisDegrees]:
+    return axis_degrees(
+        shape,
+        hardware,
+        global_batch=batching.global_batch,
+        micro_batch=batching.micro_batch,
+        length=batching.length,
+    )
+
+
+def _nearest_batch(shape: TransformerShape, hardware: Hardware, batching: Batching) -> int:
+    """The global batch next to that of ``batching`` which some combination of degrees divides."""
+    # A batch of micro-batches of all ranks is divided by every combination.
+    every = replace(batching, global_batch=hardware.ranks * batching.micro_batch)
+    steps = {degrees.readers * batching.micro_batch for degrees in _degrees(shape, hardware, every)}
+    multiples = (max(1, round(batching.global_batch / step)) * step for step in steps)
+    return min(multiples, key=lambda size: (abs(size - batching.global_batch), size))
 
 
 def propose_axes(plans: Sequence[AxisPlan], hardware: Hardware, margin: float = 0.1) -> AxisProposal:
@@ -66,11 +79,14 @@ def propose_axes(plans: Sequence[AxisPlan], hardware: Hardware, margin: float = 
 
     It is the fastest one, or one with fewer model-parallel axes that is at most 5 % slower.
 
-    ``margin``: fraction of each device's memory that stays free.
+    ``margin``: fraction of each device's memory that stays free, from 0 and below 1.
 
     Raises:
+        ConfigError: ``margin`` is no such fraction.
         PlanError: nothing fits; names the nearest plan and the bytes that it lacks.
     """
+    if not 0 <= margin < 1:
+        raise ConfigError(f"margin is {margin}; expected a fraction from 0 and below 1, like 0.1")
     room = int(hardware.memory * (1 - margin))
     plan = _best(plans, room)
     if plan is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,8 @@ def test_collectives_have_the_results_of_equal_ranks() -> None:
         dist.all_gather(every, own)
         assert all(one.equal(own) for one in every)
         received = torch.empty(6)
-        dist.all_to_all_single(received, own, [2, 2, 1, 1], [1, 1, 1, 1])
-        assert received.tolist() == [0, 1, 2, 3, 0, 1]
+        dist.all_to_all_single(received, own + 1, [2, 2, 1, 1], [1, 1, 1, 1])
+        assert received.tolist() == [1] * 6
         dist.recv(received, 2)
         assert not received.any()
         counted = {one.kind: (one.calls, one.bytes, one.ranks) for one in traffic.take()}
@@ -55,6 +56,29 @@ def test_collectives_have_the_results_of_equal_ranks() -> None:
             "recv": (1, 24, everybody),
         }
         assert traffic.take() == ()
+
+
+@pytest.mark.ranks(1, group=False)
+def test_an_all_to_all_receives_from_each_rank_what_this_rank_sends_to_itself() -> None:
+    with fake(4, 2):
+        own = torch.tensor([[10, 11], [20, 21], [30, 31], [40, 41]])
+        even, uneven = torch.empty_like(own), torch.empty(5, 2, dtype=own.dtype)
+        dist.all_to_all_single(even, own)
+        assert even.tolist() == [[30, 31]] * 4
+        dist.all_to_all_single(uneven, own, [2, 3, 0, 0], [1, 1, 2, 0])
+        assert uneven.tolist() == [[30, 31], [40, 41], [30, 31], [40, 41], [30, 31]]
+        listed = [torch.empty(2, dtype=own.dtype) for _ in range(4)]
+        group: Any = dist.group.WORLD
+        group.alltoall(listed, list(own)).wait()
+        assert [one.tolist() for one in listed] == [[30, 31]] * 4
+
+
+@pytest.mark.ranks(1, group=False)
+def test_a_sum_of_truth_values_is_true_where_one_is() -> None:
+    with fake(4):
+        flags = torch.tensor([True, False])
+        dist.all_reduce(flags)
+        assert flags.tolist() == [True, False]
 
 
 @pytest.mark.ranks(1, group=False)

@@ -275,6 +275,10 @@ def test_degrees_are_proposed_from_a_configuration_alone(llama: str, capsys: pyt
         ((*CLUSTER, "--optimizer", "sgd"), "--optimizer needs a model that can be traced"),
         ((*CLUSTER, "--mixed-precision", "fp16"), "--mixed_precision fp16: degrees are planned in bf16"),
         ((*CLUSTER[:-1], "7", "--batch-size", "2"), "global_batch=7 does not divide"),
+        ((*CLUSTER[:-1], "0"), "global_batch is 0; expected at least 1"),
+        ((*CLUSTER, "--batch-size", "0"), "micro_batch is 0; expected at least 1"),
+        ((*CLUSTER, "--margin", "1"), "margin is 1.0; expected a fraction"),
+        ((*CLUSTER, "--host_memory", "1TB"), "--host_memory: nothing is offloaded"),
     ],
 )
 def test_what_a_configuration_cannot_answer_is_refused(
@@ -282,6 +286,11 @@ def test_what_a_configuration_cannot_answer_is_refused(
 ) -> None:
     assert run(["plan", llama, *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_missing_configuration_is_said_to_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "models/none.json", *CLUSTER]) == 2
+    assert "there is no file or folder models/none.json" in capsys.readouterr().err
 
 
 def test_a_global_batch_needs_a_configuration(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

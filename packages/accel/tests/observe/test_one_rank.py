@@ -104,6 +104,28 @@ def test_memory_and_traffic_are_those_of_a_real_rank(
     assert found == (counted, held)
 
 
+def evaluated() -> tuple[bool, list[list[int]]]:
+    import torch.distributed as dist
+
+    from accel_state.process_group.fake_group import open_fake_group
+
+    open_fake_group(0, 2)
+    try:
+        _, model, _ = trained(None, {"pp_size": 2})
+        model.eval()
+        with torch.no_grad():
+            loss = loss_of(model, tokens=True)
+        tokens = model.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=2, eos_token_id=1)
+        return bool(loss.isfinite()), tokens.tolist()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_first_stage_alone_evaluates_and_generates_zeros(rank_pool: RankPool) -> None:
+    pytest.importorskip("transformers")
+    assert rank_pool.run(evaluated, ranks=1, group=None) == [(True, [[1, 1, 1, 0, 0]] * 2)]
+
+
 @pytest.mark.parametrize("world_size", [8, 64])
 def test_shards_shrink_with_the_ranks_and_the_gathered_bytes_do_not(world_size: int, rank_pool: RankPool) -> None:
     (small,) = rank_pool.run(alone, "fsdp", {}, 2, ranks=1, group=None)
@@ -119,7 +141,8 @@ def test_a_group_is_named_after_the_axes_along_which_it_goes() -> None:
     assert axis_of((0, 4), degrees, 8) == "pp"
     assert axis_of((0, 1, 2, 3), degrees, 8) == "dp_shard x tp"
     assert axis_of((0,), degrees, 8) == "this rank"
-    assert axis_of((0, 1), ParallelismConfig(), 8) == "all ranks"
+    assert axis_of(range(8), ParallelismConfig(), 8) == "all ranks"
+    assert axis_of((0, 1), ParallelismConfig(), 8) == "some ranks"
 
 
 def test_collectives_of_one_kind_along_one_axis_are_summed() -> None:
@@ -176,6 +199,7 @@ else:
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
+Accelerator(cpu=True)  # prepares nothing
 print("the script's own line")
 while True:
     try:
@@ -219,6 +243,101 @@ def test_a_script_that_never_ends_is_reported_after_one_step(tmp_path: Path) -> 
     assert (moved["kind"], moved["axis"], moved["ranks"], moved["calls"]) == ("all_reduce", "dp_replicate", 64, 1)
 
 
+GAN = """
+import torch
+
+from accel import Accelerator
+
+accelerator = Accelerator(cpu=True, strategy="ddp", gradient_accumulation_steps=2)
+models = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+generator, critic, first, second = accelerator.prepare(*models, *(torch.optim.SGD(m.parameters()) for m in models))
+while True:
+    with accelerator.accumulate(critic):
+        accelerator.backward(critic(torch.ones(2, 4)).sum())
+        second.step()
+        second.zero_grad()
+"""
+PLAIN = """
+import torch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    try:
+        optimizer.step()
+    except BaseException:
+        pass
+"""
+
+
+def run_alone(folder: Path, text: str) -> "subprocess.CompletedProcess[str]":
+    script = folder / "train.py"
+    script.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "accel.observe.one_rank", "0", "8", "json", "script", str(script)]
+    return subprocess.run(command, cwd=folder, timeout=100, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_traffic_is_that_of_one_step_if_an_optimizer_never_steps(tmp_path: Path) -> None:
+    done = run_alone(tmp_path, GAN)
+    assert done.returncode == 0, done.stderr
+    (moved,) = json.loads(done.stdout)["step"]
+    assert (moved["kind"], moved["calls"], moved["bytes"]) == ("all_reduce", 1, 5 * 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import sys; sys.exit(0)", "ended before an optimizer step was taken"),
+        pytest.param(PLAIN, "no Accelerator of accel has prepared", marks=pytest.mark.slow),
+        pytest.param(
+            "from accel.compat import Accelerator", "accel.compat cannot run as one rank", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            f"from accel.observe.monitor import Monitor\nMonitor.explain = None{GAN}",
+            "the report failed:.*TypeError",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["exit", "plain", "compat", "failure"],
+)
+def test_a_script_without_a_report_fails(text: str, words: str, tmp_path: Path) -> None:
+    import re
+
+    done = run_alone(tmp_path, text)
+    assert done.returncode == 1
+    assert not done.stdout
+    assert re.search(words, done.stderr, re.DOTALL)
+
+
+def held_by_ddp(*, views: bool) -> tuple[int, int]:
+    """Bytes of gradients and buckets before and after the gradients are cleared."""
+    import torch.distributed as dist
+
+    from accel_backends import DDPConfig
+    from accel_state.process_group.fake_group import open_fake_group
+
+    open_fake_group(0, 2)
+    try:
+        accelerator = Accelerator(cpu=True, strategy=DDPConfig(gradient_as_bucket_view=views))
+        own = net()
+        model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters()))
+        accelerator.backward(loss_of(model, tokens=False))
+        sizes = [accelerator._monitor.memory()]
+        optimizer.zero_grad()
+        sizes.append(accelerator._monitor.memory())
+        before, after = (held.gradients + held.reserved for held in sizes)
+        return before, after
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_that_are_views_of_buckets_count_once(rank_pool: RankPool) -> None:
+    size = sum(parameter.nbytes for parameter in net().parameters())
+    for views, expected in ((False, (2 * size, size)), (True, (size, size))):
+        assert rank_pool.run(held_by_ddp, views=views, ranks=1, group=None) == [expected]
+
+
 AXES = {
     "fsdp": (("fsdp",), lambda n: {"dp_shard": n}),
     "tp": (("axes", "tp_size=8"), lambda n: {"tp": 8} if n == 8 else {"dp_replicate": n // 8, "tp": 8}),
@@ -245,8 +364,11 @@ def test_a_script_runs_as_one_rank_along_each_axis(case: str, world_size: int, t
         (("--as", "8"), "add --dry_run, or drop --as"),
         (("--dry-run", "--as", "8", "--num_processes", "4"), "as 8 and num_processes 4 contradict each other"),
         (("--dry-run", "--as", "8", "--num_machines", "3"), "cannot be spread evenly over 3 machines.*nearest.*6"),
-        (("--dry-run", "--as", "8", "--use_megatron_lm"), "use_megatron_lm: Megatron-LM opens process groups"),
-        (("--dry-run", "--as", "8", "--slurm"), "slurm: it starts processes on other machines"),
+        (("--dry-run", "--as", "8", "--use_megatron_lm"), "use_megatron_lm: Megatron-LM opens .*nearest: --use_fsdp"),
+        (("--dry-run", "--as", "8", "--slurm"), "slurm: it starts processes on other machines; nearest: omit it"),
+        (("--dry-run", "--as", "8", "--compat"), "compat: its Accelerator would train and write files"),
+        (("--dry-run", "--as", "8", "--no_python"), "no_python: only a Python script.*nearest: omit it"),
+        (("--dry-run", "--as", "8", "--log_dir", "logs"), "log_dir: one process has no supervisor; nearest: omit it"),
         (("--dry-run", "--as", "1"), "not in the range x>=2"),
     ],
 )

@@ -209,7 +209,7 @@ class PipelinedModel(nn.Module):
         if plan.has_last:
             found = torch.cat([outputs[number].logits[:, -1].argmax(-1) for number in range(len(parts))])
         else:
-            found = torch.empty(batch_shape(given)[0], dtype=torch.int64, device=plan.device)
+            found = torch.zeros(batch_shape(given)[0], dtype=torch.int64, device=plan.device)
         dist.broadcast(found, group=plan.group, group_src=plan.last_rank)
         return found
 

@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from accel_state.collectives.pickled import broadcast_pickled
 from accel_state.errors import BackendError
 
 _IN_TRAINING = (
@@ -58,14 +59,13 @@ def joined_outputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
 def sent_to_all(
     own: Mapping[str, torch.Tensor], source: int, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Sends the outputs of the rank ``source`` of a group to all its ranks.
+    """Sends the outputs of the rank ``source`` of a group to all its ranks; in a fake group a rank has its own.
 
     Collective: every rank of the group must call this.
     """
-    header: list[Any] = [[(name, tuple(value.shape), value.dtype) for name, value in own.items()]]
-    dist.broadcast_object_list(header, group=group, group_src=source, device=device)
+    header = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
     found = {}
-    for name, shape, dtype in header[0]:
+    for name, shape, dtype in broadcast_pickled(header, source, group):
         tensor = own[name].contiguous() if name in own else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(tensor, group=group, group_src=source)
         found[name] = tensor

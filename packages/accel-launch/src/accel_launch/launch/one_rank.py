@@ -6,20 +6,25 @@ from typing import NoReturn
 
 from accel_launch.config.model import AccelConfig, settings
 from accel_launch.launch.checks import check_settings, machine_range
-from accel_launch.launch.child_main import COMPAT
 from accel_launch.launch.execute import become
 from accel_launch.launch.host import HostFacts, check_program, read_host
 from accel_launch.launch.launch_plan import ProcessPlan, plan
+from accel_launch.launch.supervisor.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
 
 _RUNNER = "accel.observe.one_rank"
 _STARTERS = ("slurm", "hostfile", "mpirun_hostfile", "deepspeed_hostfile", "tpu_cluster")
+_OMITTED = "omit it"
 _UNABLE = {
-    "no_python": "only a Python script can be observed",
-    "tpu": "XLA connects the machines by itself",
-    "use_deepspeed": "DeepSpeed opens process groups by itself",
-    "use_megatron_lm": "Megatron-LM opens process groups by itself",
+    **dict.fromkeys(_STARTERS, ("it starts processes on other machines", _OMITTED)),
+    "no_python": ("only a Python script can be observed", _OMITTED),
+    "compat": ("its Accelerator would train and write files, because accel's own is observed", _OMITTED),
+    "tpu": ("XLA connects the machines by itself", "--use_fsdp"),
+    "use_deepspeed": ("DeepSpeed opens process groups by itself", "--use_fsdp"),
+    "use_megatron_lm": ("Megatron-LM opens process groups by itself", "--use_fsdp"),
 }
+_SUPERVISED = ("log_dir", "tee", "prefix_output", "max_restarts")
+"""Settings of the launcher's supervision, which one process that replaces the launcher does not have."""
 
 
 def run_one_rank(
@@ -48,9 +53,13 @@ def plan_one_rank(
     Raises:
         LaunchError: see ``run_one_rank``.
     """
-    for name, reason in {**dict.fromkeys(_STARTERS, "it starts processes on other machines"), **_UNABLE}.items():
+    for name, (reason, nearest) in _UNABLE.items():
         if name in settings() and config.is_on(name):
-            raise LaunchError(f"as {world_size} and {name}: {reason}; nearest: --use_fsdp, or --dry_run without --as")
+            raise LaunchError(f"as {world_size} and {name}: {reason}; nearest: {nearest}, or --dry_run without --as")
+    for name in _SUPERVISED:
+        # Files and variables hold settings of all launches of a project.
+        if config.origin(name).source in ("call", "flag") and getattr(config, name) != settings()[name].default:
+            raise LaunchError(f"as {world_size} and {name}: one process has no supervisor; nearest: {_OMITTED}")
     nodes = machine_range(config)[1]
     if config.num_processes not in (None, world_size):
         raise LaunchError(f"as {world_size} and num_processes {config.num_processes} contradict each other; drop one")
@@ -65,7 +74,6 @@ def plan_one_rank(
     (process,) = plan(alone, program, host, env=env).processes
     kind = "module" if config.module else "script"
     form = "json" if as_json else "text"
-    kind = f"{COMPAT}{kind}" if config.compat else kind
     place = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -74,6 +82,9 @@ def plan_one_rank(
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_WORLD_SIZE": str(world_size),
+        "MASTER_PORT": str(config.main_process_port or DEFAULT_PORT),
+        # Otherwise torch's profiler, which measures the peak on CPUs, prints its start and stop (level 5, USDT).
+        "KINETO_LOG_LEVEL": env.get("KINETO_LOG_LEVEL", "6"),
     }
     argv = (host.python, "-P", "-m", _RUNNER, "0", str(world_size), form, kind, *program)
     return ProcessPlan(0, 0, argv, {**process.env, **place}, process.unset)

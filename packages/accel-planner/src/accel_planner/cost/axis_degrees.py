@@ -11,10 +11,9 @@ from accel_planner.cost.transformer_shape import TransformerShape
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Axes of the mesh, outermost first."""
 
-# Axes that one backend applies together: the sharding backend twice, and the pipeline backend (ADR 20 to 22).
+# Axes that one backend applies together: the sharding backend, and the pipeline backend (ADR 20 to 22).
 _TOGETHER = (
-    frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
-    frozenset({"dp_replicate", "dp_shard", "ep"}),
+    frozenset({"dp_replicate", "dp_shard", "ep", "cp", "tp"}),
     frozenset({"pp", "dp_replicate", "dp_shard", "tp"}),
 )
 
@@ -50,6 +49,16 @@ class AxisDegrees:
     def readers(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which parameters other than those of experts are sharded."""
+        return self.dp_shard * self.ep * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which the parameters of one rank's experts are sharded."""
+        return self.dp_shard * self.cp
 
     def stride(self, axis: str) -> int:
         """Distance in ranks of neighbours along an axis."""

@@ -1,7 +1,7 @@
 """Memory, traffic and time of one rank for degrees of parallelism, from the shape of a model alone; pure.
 
 Parameters are stored in fp32 and computed in bf16, and the optimizer is Adam. Stored parameters, gradients and states
-differ by 0.2 % at most from those of gloo ranks (``test_axis_plans.py``). Activations, communication and times are not
+differ by 1 % at most from those of gloo ranks (``test_axis_plans.py``). Activations, communication and times are not
 measured, and serve the ranking. Attention keeps no scores, and activations are counted by the tensors that a block of
 gated feed-forward layers saves (Korthikanti et al. 2022, without dropout).
 """
@@ -17,6 +17,7 @@ from accel_planner.cost.transformer_shape import TransformerShape
 STORED, COMPUTED = 4, 2
 """Bytes of an element as it is stored, reduced and stepped (fp32), and as it is computed (bf16)."""
 _STATES = 2 * STORED
+_EXPERTS = "experts"
 # Bytes of a logit: in bf16, its fp32 copy, and the gradients of both.
 _LOGIT = COMPUTED + STORED + STORED + COMPUTED
 
@@ -47,7 +48,8 @@ class AxisPlan:
         gradients: bytes of reduced gradients.
         optimizer: bytes of optimizer states.
         activations: bytes of activations of all micro-batches that are in flight.
-        communication: bytes of gathered parameters and their gradients.
+        communication: bytes of gathered parameters and their gradients, and of an accumulation window's unreduced
+            gradients.
         local: bytes that an axis sends in a step over links inside a node, by axis.
         remote: the same over links between nodes.
         bubble: part of the step in which a pipeline's stage waits.
@@ -86,17 +88,22 @@ def plan_degrees(
     layers = -(-shape.layers // degrees.pp)
     elements = _Elements.of(shape, degrees, layers)
     own = elements.total
-    sent = _traffic(
+    moved = _traffic(
         shape, degrees, elements, blocks=layers * count, tokens=tokens, count=count, checkpointing=checkpointing
     )
+    sent = {axis: size for axis, size in moved.items() if axis != _EXPERTS}
+    if _EXPERTS in moved:
+        sent["dp_shard"] = sent.get("dp_shard", 0) + moved[_EXPERTS]
     local = {axis: size for axis, size in sent.items() if degrees.is_local(axis, hardware)}
     remote = {axis: size for axis, size in sent.items() if axis not in local}
     bubble = (degrees.pp - 1) / (count + degrees.pp - 1)
-    work = shape.flops(batching.global_batch, batching.length) * (4 / 3 if checkpointing else 1)
-    computing = work / hardware.ranks / hardware.flops
-    times = {axis: _seconds(axis, size, degrees, hardware) for axis, size in sent.items()}
+    copies = degrees.tp // _expert_split(degrees)
+    work = shape.flops(batching.global_batch, batching.length, copies=copies) * (4 / 3 if checkpointing else 1)
+    # The stage with the most layers determines the time.
+    computing = work / hardware.ranks / hardware.flops * layers * degrees.pp / shape.layers
+    times = {axis: _seconds(axis, size, degrees, hardware) for axis, size in moved.items()}
     waiting = sum(times.get(axis, 0.0) for axis in ("tp", "cp", "ep", "pp"))
-    reducing = times.get("dp_shard", 0.0) + times.get("dp_replicate", 0.0)
+    reducing = sum(times.get(axis, 0.0) for axis in ("dp_shard", _EXPERTS, "dp_replicate"))
     busy = (computing + waiting) / (1 - bubble)
     hidden = 0.0 if degrees.pp > 1 else computing  # a pipeline gathers before its schedule and reduces after it
     seconds = busy + max(0.0, reducing - hidden) + EXPOSED * min(reducing, hidden)
@@ -109,7 +116,7 @@ def plan_degrees(
         activations=_activations(
             shape, degrees, layers, tokens=tokens, in_flight=min(degrees.pp, count), checkpointing=checkpointing
         ),
-        communication=_gathered(shape, degrees, layers),
+        communication=_gathered(shape, degrees, layers) + _unreduced(shape, degrees, layers, count),
         local=local,
         remote=remote,
         bubble=bubble,
@@ -120,24 +127,30 @@ def plan_degrees(
 @final
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """Elements that a rank stores; those of experts are gathered over ``dp_shard`` alone."""
+    """Elements that a rank stores; those of its experts are gathered over ``dp_shard`` and ``cp``."""
 
     dense: int
     experts: int
 
     @classmethod
     def of(cls, shape: TransformerShape, degrees: AxisDegrees, layers: int) -> "_Elements":
-        shards = degrees.dp_shard * degrees.cp * degrees.ep  # context-parallel ranks are shards, too
         experts = layers * shape.feed_forwards if shape.experts else 0
         dense = layers * shape.block - experts + _ends(shape, degrees)
         # Norms and routers are replicas along the tensor-parallel axis.
         copied = layers * (2 * shape.hidden + shape.hidden * shape.experts) + shape.hidden
         split = -(-(dense - copied) // degrees.tp) + copied
-        return cls(-(-split // shards), -(-experts // (degrees.tp * shards)))
+        return cls(
+            -(-split // degrees.shards), -(-experts // (_expert_split(degrees) * degrees.ep * degrees.expert_shards))
+        )
 
     @property
     def total(self) -> int:
         return self.dense + self.experts
+
+
+def _expert_split(degrees: AxisDegrees) -> int:
+    """Tensor-parallel ranks that split each expert: with an expert-parallel axis, they hold the same experts."""
+    return degrees.tp if degrees.ep == 1 else 1
 
 
 def _ends(shape: TransformerShape, degrees: AxisDegrees) -> int:
@@ -149,22 +162,37 @@ def _ends(shape: TransformerShape, degrees: AxisDegrees) -> int:
 
 def _gathered(shape: TransformerShape, degrees: AxisDegrees, layers: int) -> int:
     """Bytes of parameters and gradients that a rank gathers."""
-    if degrees.dp_shard * degrees.cp * degrees.ep == 1:
+    if degrees.shards == 1:
         return 0
     ends = _ends(shape, degrees)
     if degrees.pp > 1:  # all units of the stage are gathered, with full gradients, until the step's backward
         return (layers * shape.block + ends) // degrees.tp * (COMPUTED + STORED)
     experts = shape.feed_forwards if shape.experts else 0
-    block = (shape.block - experts + (experts // degrees.ep if degrees.dp_shard > 1 else 0)) // degrees.tp
+    own = experts // (degrees.ep * _expert_split(degrees)) if degrees.expert_shards > 1 else 0
+    block = (shape.block - experts) // degrees.tp + own
     return 2 * block * (COMPUTED + COMPUTED) + ends // degrees.tp * (COMPUTED + COMPUTED)
+
+
+def _unreduced(shape: TransformerShape, degrees: AxisDegrees, layers: int, count: int) -> int:
+    """Bytes of full gradients that a rank keeps until the last of ``count`` micro-batches reduces them.
+
+    A pipeline reduces once after its schedule, and its full gradients are among the gathered bytes.
+    """
+    if count == 1 or degrees.pp > 1 or degrees.shards == 1:
+        return 0
+    experts = layers * shape.feed_forwards if shape.experts else 0
+    dense = layers * shape.block - experts + _ends(shape, degrees)
+    own = experts // (degrees.ep * _expert_split(degrees)) if degrees.expert_shards > 1 else 0
+    return (dense // degrees.tp + own) * STORED
 
 
 def _activations(
     shape: TransformerShape, degrees: AxisDegrees, layers: int, *, tokens: int, in_flight: int, checkpointing: bool
 ) -> int:
     """Bytes of saved activations: of the first stage all micro-batches in flight, of the last one also logits."""
-    inner = 2 * (shape.queries + shape.keys) + 4 * shape.feed_forward * max(1, shape.chosen)
-    block = tokens * COMPUTED * (4 * shape.hidden + inner // degrees.tp)
+    attention = 2 * (shape.queries + shape.keys) // degrees.tp
+    inner = 4 * shape.feed_forward * max(1, shape.chosen) // _expert_split(degrees)
+    block = tokens * COMPUTED * (4 * shape.hidden + attention + inner)
     kept = tokens * COMPUTED * shape.hidden if checkpointing else block
     logits = tokens * shape.vocabulary * _LOGIT
     working = block if checkpointing else 0
@@ -183,10 +211,9 @@ def _traffic(
     count: int,
     checkpointing: bool,
 ) -> dict[str, int]:
-    """Bytes that a rank sends in an optimizer step along each active axis."""
+    """Bytes that a rank sends in an optimizer step along each active axis; those of experts' shards apart."""
     forwards = 2 if checkpointing else 1
     hidden = tokens * shape.hidden * COMPUTED
-    shards = degrees.dp_shard * degrees.cp * degrees.ep
     gathers = 2 * count if degrees.pp == 1 else 1
 
     def sharding(size: int, ranks: int) -> int:
@@ -200,14 +227,25 @@ def _traffic(
         # tokens go to their experts and return, also their gradients
         "ep": blocks * 2 * (forwards + 1) * ring(hidden * shape.chosen, degrees.ep),
         "pp": 2 * count * hidden if degrees.pp > 1 else 0,
-        "dp_shard": sharding(elements.dense, shards) + sharding(elements.experts, degrees.dp_shard),
+        "dp_shard": sharding(elements.dense, degrees.shards),
+        _EXPERTS: sharding(elements.experts, degrees.expert_shards),
         "dp_replicate": 2 * ring(elements.total * STORED, degrees.dp_replicate),
     }
-    return {axis: size for axis, size in sent.items() if size and (axis == "dp_shard" or axis in degrees.active)}
+    return {axis: size for axis, size in sent.items() if size and axis in {"dp_shard", _EXPERTS, *degrees.active}}
 
 
 def _seconds(axis: str, size: int, degrees: AxisDegrees, hardware: Hardware) -> float:
     """Time of an axis' traffic; groups beside each other share a node's link to other nodes."""
-    if degrees.is_local(axis, hardware):
+    if degrees.is_local("dp_shard" if axis == _EXPERTS else axis, hardware):
         return size / hardware.local
-    return size / (hardware.remote / min(degrees.stride(axis), hardware.devices))
+    return size * _beside(axis, degrees, hardware) / hardware.remote
+
+
+def _beside(axis: str, degrees: AxisDegrees, hardware: Hardware) -> int:
+    """Groups of an axis that have ranks on the same node."""
+    if axis == "dp_shard":  # shards of dense layers are over the expert- and context-parallel ranks, too
+        return min(degrees.tp, hardware.devices)
+    if axis == _EXPERTS:
+        inside = hardware.devices // (degrees.cp * degrees.tp)
+        return min(degrees.tp, hardware.devices) * min(degrees.ep, max(1, inside))
+    return min(degrees.stride(axis), hardware.devices)

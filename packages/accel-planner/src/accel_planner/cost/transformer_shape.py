@@ -55,30 +55,46 @@ class TransformerShape:
         """Reads the fields of a ``config.json`` of transformers.
 
         Raises:
-            ConfigError: the type of model is another one, or a field is missing.
+            ConfigError: the type of model is another one, a field is missing or no number of at least 1, or blocks are
+                unequal.
         """
         kind = config.get("model_type")
         if kind not in _DENSE | _MIXTURES:
             known = ", ".join(sorted(_DENSE | _MIXTURES))
             raise ConfigError(f"model_type {kind!r} has blocks that are not described here; described are: {known}")
-        try:
-            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-            experts = int(config.get("num_local_experts") or config.get("num_experts") or 0) * (kind in _MIXTURES)
-            return cls(
-                name=str(kind),
-                hidden=hidden,
-                feed_forward=int((experts and config.get("moe_intermediate_size")) or config["intermediate_size"]),
-                layers=int(config["num_hidden_layers"]),
-                heads=heads,
-                groups=int(config.get("num_key_value_heads") or heads),
-                head_size=int(config.get("head_dim") or hidden // heads),
-                vocabulary=int(config["vocab_size"]),
-                experts=experts,
-                chosen=int(config.get("num_experts_per_tok") or 0) if experts else 0,
-                tied=bool(config.get("tie_word_embeddings", False)),
+        if config.get("mlp_only_layers"):
+            raise ConfigError(
+                f"mlp_only_layers is {config['mlp_only_layers']}; only models of equal blocks are described"
             )
-        except KeyError as error:
-            raise ConfigError(f"the configuration of a {kind} has no {error.args[0]}") from None
+        if config.get("decoder_sparse_step") not in (None, 1):
+            raise ConfigError(
+                f"decoder_sparse_step is {config['decoder_sparse_step']}; only models of equal blocks are described"
+            )
+
+        def size(*names: str, default: int | None = None) -> int:
+            """The first of the fields that is given."""
+            for name in names:
+                if config.get(name) is not None:
+                    return _count(name, config[name])
+            if default is None:
+                raise ConfigError(f"the configuration of a {kind} has no {names[-1]}")
+            return default
+
+        hidden, heads = size("hidden_size"), size("num_attention_heads")
+        experts = size("num_local_experts", "num_experts") if kind in _MIXTURES else 0
+        return cls(
+            name=str(kind),
+            hidden=hidden,
+            feed_forward=size(*["moe_intermediate_size"] * bool(experts), "intermediate_size"),
+            layers=size("num_hidden_layers"),
+            heads=heads,
+            groups=size("num_key_value_heads", default=heads),
+            head_size=size("head_dim", default=hidden // heads),
+            vocabulary=size("vocab_size"),
+            experts=experts,
+            chosen=size("num_experts_per_tok") if experts else 0,
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
 
     @property
     def queries(self) -> int:
@@ -115,8 +131,17 @@ class TransformerShape:
         """Elements of all parameters."""
         return self.layers * self.block + self.ends
 
-    def flops(self, sequences: int, length: int) -> int:
-        """Floating-point operations of forward and backward: six for each element and token, and attention."""
-        used = self.attention + 3 * self.hidden * self.feed_forward * max(1, self.chosen)
+    def flops(self, sequences: int, length: int, *, copies: int = 1) -> int:
+        """Floating-point operations of forward and backward: six for each element and token, and attention.
+
+        ``copies``: ranks that compute the same experts for the same tokens.
+        """
+        used = self.attention + 3 * self.hidden * self.feed_forward * max(1, self.chosen) * copies
         products = 6 * (self.layers * used + self.vocabulary * self.hidden) * sequences * length
         return products + 6 * self.layers * self.queries * sequences * length**2  # causal: half of the pairs
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1")
+    return value

@@ -1,8 +1,9 @@
 """Fake process group: collectives of one rank of many, which return at once, without the other ranks.
 
 Every other rank is taken to have this rank's tensors: a sum is this rank's tensor times the size of the group, and a
-gathered list has this rank's tensor in each place. What a rank receives from another one is zero. torch's own fake
-group leaves tensors as they are, and DDP fails with it because its all-reduce gives no result.
+gathered list has this rank's tensor in each place. An all-to-all receives from each rank what this rank sends to
+itself. A message from one rank, or a tensor that only another rank has, is zero. torch's own fake group leaves tensors
+as they are, and DDP fails with it because its all-reduce gives no result.
 """
 
 from collections.abc import Iterable, Sequence
@@ -195,10 +196,10 @@ class FakeGroup(_ProcessGroup):
         return _Done(outputs)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Copies this rank's tensors, cut or repeated to the sizes that arrive."""
+        """Copies this rank's tensor for itself to all places, cut or repeated to the sizes that arrive."""
         self._count("all_to_all", inputs)
-        for output, own in zip(outputs, inputs, strict=True):
-            _fill(output, own)
+        for output in outputs:
+            _fill(output, inputs[self._place])
         return _Done(outputs)
 
     def all_to_all_single(
@@ -209,9 +210,13 @@ class FakeGroup(_ProcessGroup):
         input_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """Copies this rank's rows, cut or repeated to the number that arrives."""
+        """Copies this rank's rows for itself to the rows of each rank, cut or repeated to the number that arrives."""
         self._count("all_to_all", [own])
-        _fill(output, own)
+        size = len(self._ranks)
+        sent = own.detach().split(list(input_sizes)) if input_sizes else own.detach().chunk(size)
+        received = output.detach().split(list(output_sizes)) if output_sizes else output.detach().chunk(size)
+        for part in received:
+            _fill(part, sent[self._place])
         return _Done([output])
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -274,6 +279,8 @@ def _reduced(tensors: Iterable[torch.Tensor], opts: Any, ranks: int) -> None:
     """Turns tensors into the reduction of equal ones of ``ranks`` ranks; a mean, minimum or maximum is the same."""
     operation = getattr(opts, "reduceOp", None)
     for tensor in tensors:
+        if tensor.dtype == torch.bool:
+            continue  # a sum is "or", a product is "and"
         if operation is None or operation == dist.ReduceOp.SUM:
             tensor.detach().mul_(ranks)
         elif operation == dist.ReduceOp.PRODUCT:

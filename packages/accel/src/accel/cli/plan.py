@@ -35,7 +35,7 @@ _COLUMNS = ("", "strategy", *_PARTS, "peak", "host", "sent", "step", "fits")
     "--global_batch",
     type=int,
     metavar="N",
-    help="With CONFIG: samples of an optimizer step. Default: one of each rank.",
+    help="With CONFIG: samples of an optimizer step. Default: a micro-batch of each rank.",
 )
 @click.option("--seq_length", type=int, metavar="N", help="Tokens of a sample, for language models.")
 @click.option("--sample", metavar="MODULE:FN", help="Function of batch size and sequence length that makes a batch.")
@@ -63,6 +63,8 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
         from accel.cli.plan_axes import plan_axes_of
 
         return plan_axes_of(Path(build), _hardware(devices, nodes, options), options, as_json=as_json)
+    if ":" not in build:
+        raise ConfigError(f"there is no file or folder {build}; expected module:name, a config.json or its folder")
     if options.pop("global_batch") is not None:
         raise ConfigError(f"--global_batch is for a configuration file, and {build} is none; --batch_size counts here")
     from accel_planner import PlanError, choose, optimizer_facts, plan_all, profile_model, ranked

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 12
 _TRACED_ONLY = {"sample": None, "loss": None, "candidates": None, "optimizer": "adamw"}
+_OFFLOADED_ONLY = ("host_memory", "host_bandwidth")
 _PRECISIONS = ("no", "bf16")
 _COLUMNS = (
     "",
@@ -48,16 +49,11 @@ def plan_axes_of(path: Path, hardware: "Hardware", options: Mapping[str, Any], *
     from accel_planner.errors import PlanError
     from accel_planner.select_axes import plan_axes, propose_axes
 
-    for name, default in _TRACED_ONLY.items():
-        if options[name] != default:
-            raise ConfigError(f"--{name} needs a model that can be traced; name module:build instead of {path}")
-    if options["mixed_precision"] not in _PRECISIONS:
-        raise ConfigError(f"--mixed_precision {options['mixed_precision']}: degrees are planned in bf16; drop it")
-    if options["seq_length"] is None:
-        raise ConfigError("--seq_length is missing: tokens of a sample, on which activations and traffic depend")
+    _check_options(path, options)
     shape = TransformerShape.from_config(_read(path))
-    micro = options["batch_size"] or 1
-    batching = Batching(options["global_batch"] or hardware.ranks * micro, micro, options["seq_length"])
+    micro = 1 if options["batch_size"] is None else options["batch_size"]
+    samples = hardware.ranks * micro if options["global_batch"] is None else options["global_batch"]
+    batching = Batching(samples, micro, options["seq_length"])
     plans, margin = plan_axes(shape, hardware, batching), options["margin"]
     proposal, problem = None, None
     try:
@@ -79,6 +75,19 @@ def plan_axes_of(path: Path, hardware: "Hardware", options: Mapping[str, Any], *
     for reason in proposal.reasons[1:]:
         print(f"  {reason}")
     return 0
+
+
+def _check_options(path: Path, options: Mapping[str, Any]) -> None:
+    for name, default in _TRACED_ONLY.items():
+        if options[name] != default:
+            raise ConfigError(f"--{name} needs a model that can be traced; name module:build instead of {path}")
+    for name in _OFFLOADED_ONLY:
+        if options[name] is not None:
+            raise ConfigError(f"--{name}: nothing is offloaded where degrees are planned; omit it")
+    if options["mixed_precision"] not in _PRECISIONS:
+        raise ConfigError(f"--mixed_precision {options['mixed_precision']}: degrees are planned in bf16; drop it")
+    if options["seq_length"] is None:
+        raise ConfigError("--seq_length is missing: tokens of a sample, on which activations and traffic depend")
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -49,8 +49,15 @@ def held_memory(strategy: "RunStrategy", prepared: "PreparedObjects") -> HeldMem
         own = list(model.parameters())
         parameters += own
         gradients += [parameter.grad for parameter in own if parameter.grad is not None]
-        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-            buckets += sum(parameter.nbytes for parameter in own if parameter.requires_grad)
+        replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if replicas:
+            # With gradient_as_bucket_view, gradients that exist are the buckets' own memory.
+            views = all(module.gradient_as_bucket_view for module in replicas)
+            buckets += sum(
+                parameter.nbytes
+                for parameter in own
+                if parameter.requires_grad and not (views and parameter.grad is not None)
+            )
         for optimizer in prepared.optimizers_of(model):
             held = strategy.backend.states.held(model, optimizer)
             parameters += held.parameters

@@ -134,6 +134,11 @@ class Monitor:
         return any(module is model for model in self._prepared.models)
 
     @property
+    def device_type(self) -> str:
+        """Type of the device that this rank computes on."""
+        return self._strategy.session.device.type
+
+    @property
     def optimizers(self) -> "Sequence[Optimizer]":
         """The users' optimizers inside the prepared ones."""
         return self._prepared.inner_optimizers

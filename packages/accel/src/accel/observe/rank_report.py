@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from accel_state import ParallelismConfig
     from accel_state.process_group.fake_group import CountedCollective
 
-ALONE, EVERY = "this rank", "all ranks"
+ALONE, EVERY, SOME = "this rank", "all ranks", "some ranks"
 
 
 @final
@@ -22,7 +22,8 @@ class AxisTraffic:
 
     Attributes:
         kind: name of the collective.
-        axis: axes along which the ranks of the group differ, outermost first; "all ranks" without a mesh.
+        axis: axes along which the ranks of the group differ, outermost first; without a mesh, "all ranks" or
+            "some ranks".
         ranks: size of the group.
         calls: number of calls.
         bytes: bytes that this rank passed to them; for "recv", bytes that it receives.
@@ -98,11 +99,11 @@ def _lines(rows: Sequence[AxisTraffic]) -> Iterable[str]:
 
 
 def axis_of(ranks: Sequence[int], degrees: "ParallelismConfig", world_size: int) -> str:
-    """Names the axes along which the ranks of a group differ; "all ranks" if there is no mesh of the world size."""
+    """Names the axes along which the ranks of a group differ; "all ranks" or "some ranks" without a mesh of them."""
     if len(ranks) == 1:
         return ALONE
     if degrees.total_size != world_size:
-        return EVERY
+        return EVERY if len(ranks) == world_size else SOME
     places = [degrees.coordinates(rank) for rank in ranks]
     differing = [axis for axis in MESH_AXES if len({place[axis] for place in places}) > 1]
     return " x ".join(differing)
