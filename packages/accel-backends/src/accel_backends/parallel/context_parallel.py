@@ -103,8 +103,7 @@ class Context:
         if first is None:
             raise PrepareError(f"a batch of {', '.join(batch)} has no input_ids or inputs_embeds to shard")
         length = first.shape[1]
-        if self.length not in (None, length):
-            raise PrepareError(f"sequences of {length} tokens, and sp_seq_length says that all have {self.length}")
+        self.check_length(length)
         full = {key: value for key, value in batch.items() if key != "attention_mask"}
         if (mask := self._padding(batch.get("attention_mask"), length)) is not None:
             full["attention_mask"] = mask
@@ -117,6 +116,15 @@ class Context:
         if "shift_labels" in full:
             full["labels"] = full["shift_labels"]
         return {key: self.shard(value) if _has_length(value, length) else value for key, value in full.items()}
+
+    def check_length(self, length: int) -> None:
+        """Refuses full sequences of another number of tokens than ``length`` of the context.
+
+        Raises:
+            PrepareError: with both numbers.
+        """
+        if self.length not in (None, length):
+            raise PrepareError(f"sequences of {length} tokens, and sp_seq_length says that all have {self.length}")
 
     def attention(
         self,
