@@ -265,8 +265,8 @@ def answer_shape_messages(stages: Sequence[Any]) -> None:
 
 def _without_input(stage: Any, *_: Any) -> NoReturn:
     raise BackendError(
-        f"pipeline stage {stage.stage_index} needs the output of the stage before it, which is on another rank and does "
-        "not exist here; nearest: the rank with the first stage"
+        f"pipeline stage {stage.stage_index} needs the output of the stage before it, which is on another rank and "
+        "does not exist here; nearest: the rank with the first stage"
     )
 
 

@@ -50,5 +50,5 @@ class Capacity:
 
 def count_choices(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     """How often each expert is in ``chosen`` (int64, any shape); without a wait for the device, unlike ``bincount``."""
-    flat = chosen.flatten()
-    return flat.new_zeros(experts, dtype=torch.int64).scatter_add(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
+    flat = chosen.flatten().long()
+    return flat.new_zeros(experts).scatter_add(0, flat, torch.ones_like(flat))

@@ -48,9 +48,10 @@ class Context:
 
     def __post_init__(self) -> None:
         if self.mesh.ndim != 1:
+            kind, axis = ("sequence", "sp") if self.method == "ulysses" else ("context", "cp")
             raise ConfigError(
-                f"context parallelism over a mesh of {self.mesh.ndim} axes {self.mesh.mesh_dim_names}; nearest: "
-                "mesh['cp'], its one axis"
+                f"{kind} parallelism over a mesh of {self.mesh.ndim} axes {self.mesh.mesh_dim_names}; nearest: "
+                f"mesh[{axis!r}], its one axis"
             )
         if self.method not in _METHODS:
             raise ConfigError(f"no context-parallel method {self.method!r}; methods: {', '.join(_METHODS)}")

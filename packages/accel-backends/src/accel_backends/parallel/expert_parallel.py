@@ -215,7 +215,11 @@ def routed(
     to, source = torch.stack([sent, received]).view(2, size, local_experts).sum(2).tolist()
     order = torch.argsort(chosen, stable=True)[: sum(to)]
     rows = exchange_rows(hidden[order // choices], to, source, group)
-    experts = torch.arange(local_experts, device=index.device).repeat(size).repeat_interleave(received, output_size=sum(source))
+    experts = (
+        torch.arange(local_experts, device=index.device)
+        .repeat(size)
+        .repeat_interleave(received, output_size=sum(source))
+    )
     outputs = exchange_rows(compute(rows, experts), source, to, group)
     weighted = outputs * weights.flatten()[order, None].to(outputs.dtype)
     # Each choice has a row, so that the sum has one order: atomic additions would let replicas of a rank differ.

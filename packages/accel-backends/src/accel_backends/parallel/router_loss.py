@@ -94,9 +94,9 @@ def sum_router_loss(model: nn.Module, group: Any, *, evaluation: Any = None) -> 
 class _RouterLoss:
     """Hooks of one model that replace its load-balancing loss.
 
-    The model computes the loss of this rank's tokens too, which is 0 / 0 if all of them are padding, as those of a shard
-    of sequences may be. Neither its value nor its gradient could be subtracted then, so the model counts all tokens
-    of such a rank, and only the layers see its mask.
+    The model computes the loss of this rank's tokens too, which is 0 / 0 if all of them are padding, as those of a
+    shard of sequences may be. Neither its value nor its gradient could be subtracted then, so the model counts all
+    tokens of such a rank, and only the layers see its mask.
     """
 
     def __init__(self, model: nn.Module, group: Any, evaluation: Any) -> None:
@@ -117,7 +117,11 @@ class _RouterLoss:
 
     def restore(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives the layers their mask."""
-        return None if self._counted is None else _replaced(args, kwargs, self._counted, self._mask)
+        if self._counted is None:
+            return None
+        if kwargs.get(_MASK) is not None:  # perhaps converted by now: a unit of ``fully_shard`` does that
+            return args, {**kwargs, _MASK: self._mask}
+        return _replaced(args, kwargs, self._counted, self._mask)
 
     def correct(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Replaces the loss in the output."""
@@ -127,8 +131,9 @@ class _RouterLoss:
             return output
         if getattr(output, "router_logits", None) is None or getattr(output, "aux_loss", None) is None:
             raise BackendError(
-                f"{type(model).__name__} returned a {type(output).__name__} without router_logits and aux_loss, and its "
-                f"load-balancing loss is that of this rank's tokens only; nearest: return_dict=True, or {_OPTION}=False"
+                f"{type(model).__name__} returned a {type(output).__name__} without router_logits and aux_loss, and "
+                "its load-balancing loss is that of this rank's tokens only; nearest: return_dict=True, or "
+                f"{_OPTION}=False"
             )
         group = self._group if torch.is_grad_enabled() else self._evaluation
         total = load_balancing_loss(output.router_logits, top_k=model.num_experts_per_tok, group=group, mask=mask)
