@@ -156,7 +156,7 @@ def wrong_divisor_of_sequences() -> Iterator[None]:
 
 @contextmanager
 def heads_of_other_ranks() -> Iterator[None]:
-    """Attention's outputs come back in the reverse order of the heads."""
+    """Attention's outputs come back in the reverse order of ranks, and of the heads of each rank."""
     from accel_backends.parallel.attention import exchanged
 
     with replaced(exchanged, "_tokens_for_heads", lambda original: lambda *given: original(*given).flip(1)):

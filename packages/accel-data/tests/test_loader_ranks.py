@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from accel_data import LoaderOptions, prepare_loader
+from accel_data.loader_group import connect
 from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import ConfigError, DataError, DataStateError
 from accel_state.parallelism.config import DataShard, ParallelismConfig
+from accel_state.process_group.fake_group import open_fake_group
 from accel_state.topology import Topology
 
 SIZE = 53
@@ -538,5 +540,17 @@ def test_a_pretended_group_has_nobody_to_tell():
         loader = make(1, 4, options=LoaderOptions(data_seed=1))
         assert loader._alarm is None
         assert len(list(loader)) == len(loader)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shard", [DataShard(0, 2), DataShard(1, 2), DataShard(2, 4)])
+def test_a_rank_without_the_others_reads_its_own_shard(shard):
+    """Whichever it is: neighbours have different data where the data axis is not the outermost one."""
+    open_fake_group(1, 4)
+    try:
+        shared = connect(make(1, 4), shard, None)
+        assert shared.parts[1] == shard.index
+        assert set(shared.parts) == set(range(shard.count))
     finally:
         dist.destroy_process_group()

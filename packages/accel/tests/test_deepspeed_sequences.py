@@ -294,6 +294,9 @@ def test_packed_samples_are_refused_where_they_would_see_each_other(rank: int) -
     model(input_ids=ids, position_ids=places)
     with pytest.raises(BackendError, match="does not keep packed samples apart"):
         model(input_ids=ids, position_ids=places % 2)
+    for shift in (-2, 3):  # another sample begins where rank 1's part does
+        with pytest.raises(BackendError, match="does not keep packed samples apart"):
+            model(input_ids=ids, position_ids=places + shift * rank)
     with pytest.raises(BackendError, match="got no position_ids"):
         model(input_ids=ids)
     accelerator.end_training()

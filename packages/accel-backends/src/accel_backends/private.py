@@ -7,7 +7,7 @@ those backends compute with them.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -237,12 +237,17 @@ def answer_shape_messages(stages: Sequence[Any]) -> None:
     """Makes the ``PipelineStage``s of one rank find the shapes of their inputs without the ranks of other stages.
 
     A gradient that arrives has the shape of this stage's output, and an input that of the output of an earlier stage of
-    this rank. By ``_recv_meta`` and ``_send_meta``; a torch without them needs no message about a first stage.
+    this rank. By ``_recv_meta`` and ``_send_meta``; a torch without them needs no message about a first stage, and
+    refuses the others.
 
     Raises:
         BackendError: this rank has no earlier stage; raised when the stage looks for its input.
     """
     if not stages or not hasattr(stages[0], "_recv_meta"):
+        for stage in stages:
+            before = {} if stage.is_first else stage.stage_index_to_group_rank
+            if before and before[stage.stage_index - 1] != stage.group_rank and hasattr(stage, "_shape_inference"):
+                stage._shape_inference = partial(_without_input, stage)
         return
     from torch.distributed.pipelining import _utils
 
@@ -251,16 +256,18 @@ def answer_shape_messages(stages: Sequence[Any]) -> None:
     def receive(stage: Any, source: int) -> Any:
         if source > stage.stage_index:
             return _utils._StageBackwardMeta(_utils._derive_grad_metas(stage._stage_meta.outputs))
-        if not sent:
-            raise BackendError(
-                f"pipeline stage {stage.stage_index} needs the output of the stage before it, which is on another rank "
-                "and does not exist here; nearest: the rank with the first stage"
-            )
-        return sent[-1]
+        return sent[-1] if sent else _without_input(stage)
 
     for stage in stages:
         stage._recv_meta = partial(receive, stage)
         stage._send_meta = lambda meta, _: sent.append(meta) if hasattr(meta, "forward_metas") else None
+
+
+def _without_input(stage: Any, *_: Any) -> NoReturn:
+    raise BackendError(
+        f"pipeline stage {stage.stage_index} needs the output of the stage before it, which is on another rank and "
+        "does not exist here; nearest: the rank with the first stage"
+    )
 
 
 def full_parameter(entry: Any) -> torch.Tensor | None:

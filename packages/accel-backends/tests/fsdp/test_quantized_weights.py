@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from accel_backends.core.bundle import Bundle
+from accel_backends.fsdp import validate
 from accel_state.errors import PrepareError
 
 from .test_backend import open_backend
@@ -61,3 +62,30 @@ def test_adapters_are_trained_as_on_one_process_if_the_base_is_ignored() -> None
 def test_a_quantized_weight_to_be_sharded_is_refused_by_name() -> None:
     with pytest.raises(PrepareError, match=r"0\.base\.weight .* Int8Tensor of torchao.*ignored_modules with '0\.base'"):
         open_backend().prepare(Bundle([quantized()]))
+
+
+def packed(storage: torch.dtype) -> nn.Linear:
+    """A layer whose weight has the bytes of 4-bit numbers, and scales elsewhere, as those of bitsandbytes have."""
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(torch.zeros(64, dtype=torch.uint8).view(storage)[:, None], requires_grad=False)
+    layer.weight.quant_state = object()
+    return layer
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+def test_packed_weights_that_the_precision_would_convert_are_refused(precision: str) -> None:
+    said = r"0\.weight .* stored as torch.float32.*to torch.bfloat16 .*_quant_storage=torch.bfloat16, or torch.uint8"
+    with pytest.raises(PrepareError, match=said):
+        open_backend(precision).prepare(Bundle([nn.Sequential(packed(torch.float32))]))
+    kept = open_backend(precision).prepare(Bundle([nn.Sequential(packed(torch.bfloat16), nn.Linear(8, 8))]))
+    assert kept.models[0][0].weight.dtype is torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_integers_that_this_torch_cannot_shard_are_refused_before_any_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "shards_integers", lambda: False)
+    model = nn.Sequential(nn.Linear(8, 8), packed(torch.uint8))
+    with pytest.raises(PrepareError, match=r"1\.weight .* uint8.*fully_shard of torch .*ignored_modules with '1'"):
+        open_backend().prepare(Bundle([model]))
+    assert not any(validate.is_sharded(module) for module in model.modules())

@@ -1,6 +1,7 @@
 """The capacity of experts keeps the choices that come first, and counts the others."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from accel_backends.parallel.capacity import Capacity
 def kept_one_by_one(index: torch.Tensor, experts: int, factor: float) -> list[list[bool]]:
     """The rule as a loop: first choices of all tokens, then second ones, each as long as its expert has room."""
     tokens, choices = index.shape
-    room = [math.ceil(factor * tokens * choices / experts)] * experts
+    room = [math.ceil(Fraction(str(factor)) * tokens * choices / experts)] * experts
     kept = [[False] * choices for _ in range(tokens)]
     for choice in range(choices):
         for token in range(tokens):
@@ -46,6 +47,11 @@ def test_counts_of_several_forwards_add_up() -> None:
     counts = capacity.take_counts()
     assert counts is not None
     assert counts.tolist() == [6, 8]
+
+
+def test_the_bound_is_that_of_the_number_as_it_is_written() -> None:
+    """1.1 * 100 / 2 is above 55 in floating point, where an expert would compute 56."""
+    assert Capacity(1.1).kept(torch.zeros(100, 1, dtype=torch.int64), 2).sum() == 55
 
 
 def test_no_tokens_have_no_choices() -> None:

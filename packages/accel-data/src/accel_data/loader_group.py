@@ -55,7 +55,7 @@ def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Lo
     own = sibling_group(whole, backend="gloo", timeout=_LIFETIME)
     weakref.finalize(owner, _destroy, own, os.getpid()).atexit = False
     if is_fake(whole):  # the other ranks do not exist: neighbours read the same shard
-        shares = [(rank * shard.count // own.size(), shard.count) for rank in range(own.size())]
+        shares = _assumed(shard, dist.get_rank(own), own.size())
     else:
         shares = all_gather_object((shard.index, shard.count), group=own)
     if {index for index, _ in shares} != set(range(shard.count)) or any(count != shard.count for _, count in shares):
@@ -66,6 +66,14 @@ def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Lo
     return LoaderGroup(
         own, dist.get_rank(own), tuple(i for i, _ in shares), None if limit is None else limit.total_seconds()
     )
+
+
+def _assumed(shard: DataShard, rank: int, size: int) -> list[tuple[int, int]]:
+    """Shards of ranks of which only ``rank`` exists: it has its own, in exchange with a rank that would have that."""
+    indices = [one * shard.count // size for one in range(size)]
+    other = indices.index(shard.index)
+    indices[other], indices[rank] = indices[rank], indices[other]
+    return [(index, shard.count) for index in indices]
 
 
 def _destroy(group: "ProcessGroup", process: int) -> None:

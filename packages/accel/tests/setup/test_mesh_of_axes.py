@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ class Bounded:
     def _drop(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, index, weights = args
         mask = torch.zeros_like(weights)
-        room = [math.ceil(self.factor * index.numel() / module.num_experts)] * module.num_experts
+        room = [math.ceil(Fraction(str(self.factor)) * index.numel() / module.num_experts)] * module.num_experts
         for choice, token in itertools.product(range(index.shape[1]), range(index.shape[0])):
             expert = int(index[token, choice])
             mask[token, choice] = float(room[expert] > 0)

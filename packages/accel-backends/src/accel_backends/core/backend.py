@@ -91,7 +91,7 @@ class Backend(ABC):
         if self.capabilities.not_alone_because is not None and is_fake(session.group):
             raise BackendError(
                 f"backend {self.name!r} cannot run as one rank of {session.world_size} without the others: "
-                f"{self.capabilities.not_alone_because}; nearest: strategy='fsdp'"
+                f"{self.capabilities.not_alone_because}; nearest: strategy='fsdp' on a CPU or GPU"
             )
         self.run, self.session, self.policy, self.config = run, session, run.policy, config
         self.device: torch.device = session.device.torch

@@ -105,13 +105,14 @@ class FSDPBackend(ModuleBackend):
         if not bundle.training:
             return
         check_separate(bundle.models)
+        converted = (self.policy.params, shard_dtypes(self.policy, self._options).get("param_dtype"))
         for model in bundle.models:
             if is_sharded(innermost(model)):
                 continue
             if self.session.rank == 0 and is_meta(model):
                 check_initialisers(innermost(model), self._options.param_init_fn)
             units = self._units(model)
-            check_model(model, units, upcast=upcasts(self.policy), version=2)
+            check_model(model, units, upcast=upcasts(self.policy), version=2, converted=converted)
             check_hooks(model, units, version=2)
             self._axes.check(innermost(model))
             check_gradients(model, units)

@@ -1,6 +1,6 @@
 """Checks of models and optimizers before sharding changes anything."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,15 +22,20 @@ _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
 _OF_VERSION = {2: "fsdp", 1: "fsdp1"}
 
 
-def check_model(model: nn.Module, units: Units, *, upcast: bool, version: int) -> None:
+def check_model(
+    model: nn.Module, units: Units, *, upcast: bool, version: int, converted: Collection[torch.dtype | None] = ()
+) -> None:
     """Refuses a model that FSDP of a version cannot shard.
 
     Args:
         upcast: whether trainable half-precision parameters are widened to fp32 first.
+        converted: dtypes to which the precision converts floating-point parameters, the last one in each forward;
+            None among them: it does not.
 
     Raises:
         PrepareError: the model is wrapped in DDP or FSDP1, partly sharded, has quantized weights that cannot be
-            sharded, or a unit's parameters have several dtypes.
+            sharded or that the precision would convert, integers that torch cannot shard, or a unit's parameters have
+            several dtypes.
     """
     kind = type(innermost(model)).__name__
     layer: nn.Module | None = model
@@ -50,43 +55,87 @@ def check_model(model: nn.Module, units: Units, *, upcast: bool, version: int) -
             f"{parts[0]} of this {kind} is sharded already (fully_shard), and the whole is not; give prepare the bare "
             "model, or shard all of it yourself"
         )
-    _check_layouts(model, units, version)
+    _check_layouts(model, units)
+    _check_packed(model, units, converted)
+    _check_integers(model, units, version)
     _check_dtypes(model, units, upcast=upcast)
 
 
-def _check_layouts(model: nn.Module, units: Units, version: int) -> None:
+def _check_layouts(model: nn.Module, units: Units) -> None:
     """Refuses quantized weights that a shard would not describe.
 
     Those of torchao consist of several tensors, unless their class says how they are gathered; 8-bit layers of
     bitsandbytes compute with attributes of the weight, which shards do not have, and 4-bit ones with scales of the
-    layer. The flat parameters of version 1 take no integers.
+    layer.
     """
     from torch.distributed.tensor import DTensor
 
     for name, parameter in _sharded_parameters(model, units):
         gathers = isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather")
         kind, package = type(parameter).__name__, type(parameter).__module__.partition(".")[0]
-        of_8bit, of_4bit = hasattr(parameter, "SCB"), hasattr(parameter, "quant_state")
-        whole = (
-            f"{name.rpartition('.')[0]!r} and its like, which stay whole on each rank while the rest is sharded, or "
-            "strategy='ddp'"
-        )
-        if of_4bit and getattr(parameter, "quant_state", None) is None:
+        if _of_4bit(parameter) and getattr(parameter, "quant_state", None) is None:
             raise PrepareError(
                 f"{name} of {type(innermost(model)).__name__} is {kind} of {package} without scales: it was never "
                 "quantized; load it on every rank before prepare, by load_and_quantize_model"
             )
-        if (hasattr(parameter, "__tensor_flatten__") and not gathers) or of_8bit:
+        if (hasattr(parameter, "__tensor_flatten__") and not gathers) or hasattr(parameter, "SCB"):
             raise PrepareError(
                 f"{name} of {type(innermost(model)).__name__} is an {kind} of {package}, which cannot be cut into "
-                f"shards; nearest: ignored_modules with {whole}"
+                f"shards; nearest: ignored_modules with {_left_whole(name)}"
             )
-        if version == 1 and not (parameter.is_floating_point() or parameter.is_complex()):
-            newer = "fsdp_version=2, which shards 4-bit weights; " if of_4bit else "fsdp_version=2; "
+
+
+def _check_packed(model: nn.Module, units: Units, converted: Collection[torch.dtype | None]) -> None:
+    """Refuses 4-bit weights in bytes of floating-point numbers, which the precision would convert like numbers."""
+    to = [dtype for dtype in dict.fromkeys(converted) if dtype is not None]
+    for name, parameter in _sharded_parameters(model, units):
+        if _of_4bit(parameter) and parameter.is_floating_point() and any(dtype != parameter.dtype for dtype in to):
             raise PrepareError(
-                f"{name} of {type(innermost(model)).__name__} is {dtype_name(parameter.dtype)}, and flat parameters of "
-                f"fsdp_version=1 take floating-point numbers only; nearest: {newer}ignored_modules with {whole}"
+                f"{name} of {type(innermost(model)).__name__} has 4-bit weights stored as {parameter.dtype}, which the "
+                f"precision would convert to {' and '.join(map(str, to))} and so destroy; nearest: "
+                f"bnb_4bit_quant_storage={f'{to[0]}, or ' if len(to) == 1 else ''}torch.uint8"
             )
+
+
+def _check_integers(model: nn.Module, units: Units, version: int) -> None:
+    """Refuses integers in the flat parameters of version 1, and where version 2 makes shards require gradients."""
+    if version == 2 and shards_integers():
+        return
+    for name, parameter in _sharded_parameters(model, units):
+        if parameter.is_floating_point() or parameter.is_complex():
+            continue
+        newer = "fsdp_version=2, which shards 4-bit weights; " if _of_4bit(parameter) else "fsdp_version=2; "
+        reason, other = (
+            ("flat parameters of fsdp_version=1 take", newer if shards_integers() else "")
+            if version == 1
+            else (f"fully_shard of torch {torch.__version__} takes", "torch 2.13; ")
+        )
+        raise PrepareError(
+            f"{name} of {type(innermost(model)).__name__} is {dtype_name(parameter.dtype)}, and {reason} "
+            f"floating-point numbers only; nearest: {other}ignored_modules with {_left_whole(name)}"
+        )
+
+
+def shards_integers() -> bool:
+    """Whether ``fully_shard`` takes parameters that cannot require gradients, as that of torch 2.13 does.
+
+    That of torch 2.9 makes each shard require gradients first, and fails within the model. The method that tells the
+    versions apart here came with torch 2.13.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def _of_4bit(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "quant_state")
+
+
+def _left_whole(name: str) -> str:
+    return (
+        f"{name.rpartition('.')[0]!r} and its like, which stay whole on each rank while the rest is sharded, or "
+        "strategy='ddp'"
+    )
 
 
 def check_hooks(model: nn.Module, units: Units, *, version: int) -> None:

@@ -89,6 +89,7 @@ class FSDP1Backend(ModuleBackend):
         if not bundle.training:
             return
         check_separate(bundle.models)
+        converted = (self.policy.params, shard_dtypes(self.policy, self._options).get("param_dtype"))
         splitting: dict[int, nn.Parameter] = {}
         for model in bundle.models:
             if self.session.rank == 0 and is_meta(model):
@@ -97,7 +98,7 @@ class FSDP1Backend(ModuleBackend):
                 splitting |= {id(parameter): parameter for parameter in model.parameters()}
                 continue
             units = self._units(model)
-            check_model(model, units, upcast=upcasts(self.policy), version=1)
+            check_model(model, units, upcast=upcasts(self.policy), version=1, converted=converted)
             check_hooks(model, units, version=1)
             check_gradients(model, units)
             check_dimensions(model, units)

@@ -146,7 +146,9 @@ class ModelAxes:
         if self._expert > 1 or self._sequence is not None:
             from accel_backends.parallel.router_loss import sum_router_loss
 
-            sum_router_loss(model, self._run.session.group)
+            # Experts of other ranks are needed in evaluation too; without them, replicas evaluate on their own.
+            alone = None if self._expert > 1 or self.inputs is None else self.inputs.context.group
+            sum_router_loss(model, self._run.session.group, evaluation=alone)
         if self._tensor > 1:
             from accel_backends.parallel.tensor_parallel import apply_tensor_parallel
 

@@ -1,6 +1,7 @@
 """Capacity of experts: how many of a rank's choices each expert computes, and which are dropped."""
 
 import math
+from fractions import Fraction
 from typing import final
 
 import torch
@@ -19,6 +20,8 @@ class Capacity:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        # The number as it is written: in floating point 1.1 * 50 is above 55.
+        self._exact = Fraction(str(factor))
         self._counts: torch.Tensor | None = None
 
     def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
@@ -27,10 +30,10 @@ class Capacity:
         Without communication. The choices are counted for ``take_counts``.
         """
         tokens, choices = index.shape
-        capacity = math.ceil(self.factor * tokens * choices / experts)
+        capacity = math.ceil(self._exact * tokens * choices / experts)
         by_priority = index.T.flatten()
         order = torch.argsort(by_priority, stable=True)
-        chosen = torch.bincount(by_priority, minlength=experts)
+        chosen = count_choices(by_priority, experts)
         before = chosen.cumsum(0) - chosen
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device) - before[by_priority[order]]
@@ -43,3 +46,9 @@ class Capacity:
         """Numbers of dropped and of all choices on this rank (int64, 2) since the last call; None without a forward."""
         counts, self._counts = self._counts, None
         return counts
+
+
+def count_choices(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often each expert is in ``chosen`` (int64, any shape); without a wait for the device, unlike ``bincount``."""
+    flat = chosen.flatten().long()
+    return flat.new_zeros(experts).scatter_add(0, flat, torch.ones_like(flat))

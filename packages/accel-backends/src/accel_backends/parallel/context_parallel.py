@@ -48,9 +48,10 @@ class Context:
 
     def __post_init__(self) -> None:
         if self.mesh.ndim != 1:
+            kind, axis = ("sequence", "sp") if self.method == "ulysses" else ("context", "cp")
             raise ConfigError(
-                f"context parallelism over a mesh of {self.mesh.ndim} axes {self.mesh.mesh_dim_names}; nearest: "
-                "mesh['cp'], its one axis"
+                f"{kind} parallelism over a mesh of {self.mesh.ndim} axes {self.mesh.mesh_dim_names}; nearest: "
+                f"mesh[{axis!r}], its one axis"
             )
         if self.method not in _METHODS:
             raise ConfigError(f"no context-parallel method {self.method!r}; methods: {', '.join(_METHODS)}")
@@ -103,8 +104,7 @@ class Context:
         if first is None:
             raise PrepareError(f"a batch of {', '.join(batch)} has no input_ids or inputs_embeds to shard")
         length = first.shape[1]
-        if self.length not in (None, length):
-            raise PrepareError(f"sequences of {length} tokens, and sp_seq_length says that all have {self.length}")
+        self.check_length(length)
         full = {key: value for key, value in batch.items() if key != "attention_mask"}
         if (mask := self._padding(batch.get("attention_mask"), length)) is not None:
             full["attention_mask"] = mask
@@ -117,6 +117,15 @@ class Context:
         if "shift_labels" in full:
             full["labels"] = full["shift_labels"]
         return {key: self.shard(value) if _has_length(value, length) else value for key, value in full.items()}
+
+    def check_length(self, length: int) -> None:
+        """Refuses full sequences of another number of tokens than ``length`` of the context.
+
+        Raises:
+            PrepareError: with both numbers.
+        """
+        if self.length not in (None, length):
+            raise PrepareError(f"sequences of {length} tokens, and sp_seq_length says that all have {self.length}")
 
     def attention(
         self,

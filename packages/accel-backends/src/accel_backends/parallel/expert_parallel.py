@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_backends.ops.activation_checkpointing import RECOMPUTED
-from accel_backends.parallel.capacity import Capacity
+from accel_backends.parallel.capacity import Capacity, count_choices
 from accel_backends.private import untraced
 from accel_state.errors import PrepareError
 
@@ -207,18 +207,24 @@ def routed(
     Collective: every rank of the group must call this.
     """
     size, choices = dist.get_world_size(group), index.shape[-1]
-    order = torch.argsort(index.flatten(), stable=True)
-    if kept is not None:
-        order = order[kept.flatten()[order]]
-    sent = torch.bincount(index.flatten()[order], minlength=size * local_experts)
+    every = size * local_experts
+    chosen = index.flatten() if kept is None else index.where(kept, every).flatten()  # choices that do not count, last
+    sent = count_choices(chosen, every + 1)[:every]
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    to, source = (counts.view(size, local_experts).sum(1).tolist() for counts in (sent, received))
+    to, source = torch.stack([sent, received]).view(2, size, local_experts).sum(2).tolist()
+    order = torch.argsort(chosen, stable=True)[: sum(to)]
     rows = exchange_rows(hidden[order // choices], to, source, group)
-    experts = torch.arange(local_experts, device=index.device).repeat(size).repeat_interleave(received)
+    experts = (
+        torch.arange(local_experts, device=index.device)
+        .repeat(size)
+        .repeat_interleave(received, output_size=sum(source))
+    )
     outputs = exchange_rows(compute(rows, experts), source, to, group)
     weighted = outputs * weights.flatten()[order, None].to(outputs.dtype)
-    return torch.zeros_like(hidden).index_add(0, order // choices, weighted.to(hidden.dtype))
+    # Each choice has a row, so that the sum has one order: atomic additions would let replicas of a rank differ.
+    placed = hidden.new_zeros(index.numel(), hidden.shape[-1]).index_copy(0, order, weighted.to(hidden.dtype))
+    return placed.view(*index.shape, -1).sum(1)
 
 
 def exchange_rows(

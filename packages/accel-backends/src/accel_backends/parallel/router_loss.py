@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -60,7 +59,7 @@ def load_balancing_loss(
     return ours + (experts * (share * mean).sum() - ours).detach()
 
 
-def sum_router_loss(model: nn.Module, group: Any) -> None:
+def sum_router_loss(model: nn.Module, group: Any, *, evaluation: Any = None) -> None:
     """Replaces a transformers model's load-balancing loss by that of the tokens of all ranks, where it returns one.
 
     The forward's ``aux_loss`` is replaced, and its part of ``loss``. That needs a model with ``router_aux_loss_coef``
@@ -68,14 +67,21 @@ def sum_router_loss(model: nn.Module, group: Any) -> None:
     the loss of each rank's own tokens, whose mean over ranks is trained, and so do losses that the user computes from
     the router's logits. Where a module within such a model has ``output_router_logits``, this logs a warning.
 
-    Collective: every rank of the group must call the model.
+    Args:
+        evaluation: group of ranks over whose tokens the loss is computed without gradients; None: ``group``. Ranks that
+            evaluate other samples may have other numbers of batches, so they must not be in it unless the forward
+            communicates with them anyway.
+
+    Collective: every rank of the group must call the model, and every rank of ``evaluation`` without gradients.
     """
     names = ("router_aux_loss_coef", "num_experts_per_tok")
     sources = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
     if any(hasattr(one, _FUNCTION) for one in sources) and all(hasattr(model, name) for name in names):
         # Registered before the hooks of ``fully_shard``, which have to see the tensors that the user receives.
-        bind = signature(model.forward).bind_partial
-        model.register_forward_hook(partial(_correct, group, bind), with_kwargs=True)
+        loss = _RouterLoss(model, group, group if evaluation is None else evaluation)
+        model.register_forward_pre_hook(loss.hide, with_kwargs=True)
+        cast(Any, model).base_model.register_forward_pre_hook(loss.restore, with_kwargs=True)
+        model.register_forward_hook(loss.correct, with_kwargs=True)
     elif any(getattr(getattr(module, "config", None), _OPTION, False) for module in model.modules()):
         _log.warning(
             "the load-balancing loss of %s is computed from each rank's own tokens, not from those of all ranks; "
@@ -84,21 +90,64 @@ def sum_router_loss(model: nn.Module, group: Any) -> None:
         )
 
 
-def _correct(
-    group: Any, bind: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
-) -> Any:
-    given: dict[str, Any] = bind(*args, **kwargs).arguments
-    asked = given.get(_OPTION)
-    if not (model.config.get_text_config().output_router_logits if asked is None else asked):
+@final
+class _RouterLoss:
+    """Hooks of one model that replace its load-balancing loss.
+
+    The model computes the loss of this rank's tokens too, which is 0 / 0 if all of them are padding, as those of a
+    shard of sequences may be. Neither its value nor its gradient could be subtracted then, so the model counts all
+    tokens of such a rank, and only the layers see its mask.
+    """
+
+    def __init__(self, model: nn.Module, group: Any, evaluation: Any) -> None:
+        self._group, self._evaluation = group, evaluation
+        self._bind: Callable[..., Any] = signature(model.forward).bind_partial
+        self._mask: torch.Tensor | None = None
+        self._counted: torch.Tensor | None = None
+
+    def hide(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Puts a mask of ones in the place of one of zeros."""
+        self._mask = self._counted = None
+        given: dict[str, Any] = self._bind(*args, **kwargs).arguments
+        mask = given.get(_MASK)
+        if not isinstance(mask, torch.Tensor) or not self._asked(model, given):
+            return None
+        self._mask, self._counted = mask, torch.where(mask.any(), mask, torch.ones_like(mask))
+        return _replaced(args, kwargs, mask, self._counted)
+
+    def restore(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gives the layers their mask."""
+        if self._counted is None:
+            return None
+        if kwargs.get(_MASK) is not None:  # perhaps converted by now: a unit of ``fully_shard`` does that
+            return args, {**kwargs, _MASK: self._mask}
+        return _replaced(args, kwargs, self._counted, self._mask)
+
+    def correct(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        """Replaces the loss in the output."""
+        given: dict[str, Any] = self._bind(*args, **kwargs).arguments
+        mask, self._mask, self._counted = self._mask, None, None
+        if not self._asked(model, given):
+            return output
+        if getattr(output, "router_logits", None) is None or getattr(output, "aux_loss", None) is None:
+            raise BackendError(
+                f"{type(model).__name__} returned a {type(output).__name__} without router_logits and aux_loss, and "
+                "its load-balancing loss is that of this rank's tokens only; nearest: return_dict=True, or "
+                f"{_OPTION}=False"
+            )
+        group = self._group if torch.is_grad_enabled() else self._evaluation
+        total = load_balancing_loss(output.router_logits, top_k=model.num_experts_per_tok, group=group, mask=mask)
+        if output.loss is not None:
+            output.loss = output.loss + model.router_aux_loss_coef * (total - output.aux_loss).to(output.loss.device)
+        output.aux_loss = total
         return output
-    if getattr(output, "router_logits", None) is None or getattr(output, "aux_loss", None) is None:
-        raise BackendError(
-            f"{type(model).__name__} returned a {type(output).__name__} without router_logits and aux_loss, and its "
-            f"load-balancing loss is that of this rank's tokens only; nearest: return_dict=True, or {_OPTION}=False"
-        )
-    mask = given.get(_MASK)
-    total = load_balancing_loss(output.router_logits, top_k=model.num_experts_per_tok, group=group, mask=mask)
-    if output.loss is not None:
-        output.loss = output.loss + model.router_aux_loss_coef * (total - output.aux_loss).to(output.loss.device)
-    output.aux_loss = total
-    return output
+
+    def _asked(self, model: Any, given: Mapping[str, Any]) -> bool:
+        asked = given.get(_OPTION)
+        return bool(model.config.get_text_config().output_router_logits if asked is None else asked)
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Any, new: Any) -> tuple[Any, dict[str, Any]]:
+    """Arguments with one value in the place of another."""
+    named = {name: new if one is old else one for name, one in kwargs.items()}
+    return tuple(new if one is old else one for one in args), named

@@ -89,9 +89,12 @@ class SequenceInputs:
             )
         if given.get("shift_labels") is not None:
             given["labels"] = given["shift_labels"]
+        first = next((given[name] for name in _TOKENS if given.get(name) is not None), None)
+        if first is None:
+            raise BackendError(f"shards of {', '.join(given)} without {' or '.join(_TOKENS)}")
+        length = first.shape[1] * self.context.mesh.size()
+        self.context.check_length(length)
         if given.get("position_ids") is None:
-            first = next(given[name] for name in _TOKENS if given.get(name) is not None)
-            length = first.shape[1] * self.context.mesh.size()
             given["position_ids"] = self.context.positions(length, device=first.device).expand(first.shape[:2])
         return given
 

@@ -97,18 +97,30 @@ class SharedAttention:
                 f"{type(module).__name__} got no position_ids, and has a part of each sequence; call model(**batch), "
                 "where a prepared loader puts them"
             )
-        if self._core == "sdpa":
-            # A sample may begin at any position. One that begins with a later rank's part would begin there at 0.
-            steps = torch.arange(places.shape[1], device=places.device).expand_as(places)
-            begins = self._group.rank() > 0 and bool((places[:, 0] == 0).any())
-            if begins or not torch.equal(places - places[:, :1], steps):
-                raise BackendError(
-                    "position_ids that do not count through the sequence: 'sdpa' does not keep packed samples apart; "
-                    "nearest: sp_attn_implementation='flash_attention_2'"
-                )
+        if self._core == "sdpa" and not self._counts_through(places):
+            raise BackendError(
+                "position_ids that do not count through the sequence: 'sdpa' does not keep packed samples apart; "
+                "nearest: sp_attn_implementation='flash_attention_2'"
+            )
         if kwargs.get("labels") is None and kwargs.get("shift_labels") is not None:
             kwargs["labels"] = kwargs["shift_labels"]
         return args, kwargs
+
+    def _counts_through(self, places: torch.Tensor) -> bool:
+        """Whether positions ascend by one through the parts of all ranks, from any position; the same on every rank.
+
+        Collective: every rank of the group must call this.
+        """
+        import torch.distributed as dist
+
+        length = places.shape[1]
+        steps = torch.arange(length, device=places.device)
+        ascend = (places - places[:, :1] == steps).all()
+        begins = places[:, 0] - self._group.rank() * length  # where rank 0's part would begin
+        mine = torch.cat([begins, ascend[None].to(begins.dtype)])
+        parts = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(parts, mine, group=self._group)
+        return bool(torch.stack([(part[:-1] == parts[0][:-1]).all() & (part[-1] == 1) for part in parts]).all())
 
 
 def _heads(model: Any, ranks: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Options of single axes of the mesh: tensor, context and sequence parallelism."""
+"""Options of single axes of the mesh: tensor, context, sequence and expert parallelism."""
 
 import math
 import os

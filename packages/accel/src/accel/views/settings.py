@@ -362,13 +362,13 @@ class SettingViews(ABC):
         buffer_seq_dims: "Sequence[int] | None" = None,
         no_restore_buffers: "Collection[torch.Tensor] | None" = None,
     ) -> AbstractContextManager[None]:
-        """With context parallelism each buffer is, within the block and in place, this rank's shard of its sequences.
+        """With context or sequence parallelism buffers are, within the block and in place, this rank's shards.
 
         Not needed where a model is called with full sequences, which it shards itself. Labels have to be shifted by one
-        before, and be passed to the model as ``shift_labels``. Without context parallelism nothing changes.
+        before, and be passed to the model as ``shift_labels``. Without these axes nothing changes.
 
         Args:
-            buffers: tensors with full sequences, equal on all ranks of a context-parallel group.
+            buffers: tensors with full sequences, equal on all ranks of a context- or sequence-parallel group.
             buffer_seq_dims: dim of the sequence of each buffer.
             no_restore_buffers: those of the buffers that may stay shards afterwards.
         """
