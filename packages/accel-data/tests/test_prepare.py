@@ -1,5 +1,6 @@
 """The road from a DataLoader to a prepared loader, counted in changes of module."""
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -35,11 +36,13 @@ def stations(prepare: Callable[[], object]) -> list[str]:
 
     prepare()  # modules that are imported on the way
     before = sys.getprofile()
+    gc.disable()  # a collection would call finalizers of loaders that other tests left
     sys.setprofile(note)
     try:
         prepare()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return found
 
 
