@@ -139,7 +139,7 @@ class Context:
     ) -> torch.Tensor:
         """Attention of this rank's queries to the keys of full sequences; (batch, heads, local tokens, features).
 
-        ``padding``: (batch, tokens of full sequences), false where a token is padding; ``ulysses`` only.
+        ``padding``: as in ``exchanged_attention``; ``ulysses`` only.
 
         Raises:
             BackendError: queries and keys are not the same shard of one sequence, or heads do not divide.

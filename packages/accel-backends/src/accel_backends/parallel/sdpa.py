@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accel_backends.parallel.attention.exchanged import gathered_padding, nearest_degree
+from accel_backends.parallel.attention.exchanged import gathered_padding, nearest_degree, visible
 from accel_backends.parallel.context_parallel import Context
 from accel_state.errors import BackendError, PrepareError
 
@@ -129,8 +129,8 @@ def _transformers_attention(context: Context) -> Callable[..., tuple[torch.Tenso
                     f"{context.kind} attention does not compute; nearest: {context.without}"
                 )
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        padding = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
-        mask = attention_mask if padding is None else None
+        made = context.method == "ulysses" and attention_mask is not None and attention_mask.dtype is torch.bool
+        padding, mask = (attention_mask, None) if made else (None, attention_mask)
         output = _attention(
             context, query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=True, padding=padding
         )
@@ -148,7 +148,9 @@ def _transformers_mask(context: Context) -> Callable[..., torch.Tensor | None]:
                 f"{context.kind} attention with a window of {options['local_size']} tokens; nearest: {context.without}"
             )
         if attention_mask is not None and context.method == "ulysses":
-            return gathered_padding(attention_mask, context.group)
+            # One mask for all layers, as transformers makes it: each backward keeps that of its forward.
+            causal = not bool(options["mask_function"](0, 0, 0, 1))
+            return visible(gathered_padding(attention_mask, context.group), causal=causal)
         if attention_mask is None or bool(attention_mask.all()):
             return None
         raise BackendError(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from accel_backends.parallel.attention.exchanged import gathered_padding, nearest_degree
+from accel_backends.parallel.attention.exchanged import gathered_padding, nearest_degree, visible
 from accel_backends.parallel.context_parallel import Context
 from accel_state.errors import BackendError, PrepareError
 
@@ -45,14 +45,18 @@ def test_heads_of_keys_may_be_fewer_than_the_ranks(rank, heads, of_keys):
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_query_sees_padding(rank, causal):
     sp = context()
-    q, k, v = (random(2, 2, 8, 4, seed=seed) for seed in range(3))
+    q, k, v = (random(2, heads, 8, 4, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     padding = torch.ones(2, 8, dtype=torch.long)
     padding[0, :3], padding[1, 6:] = 0, 0
     mask = padding.bool()[:, None, None, :]
     mask = mask & torch.ones(8, 8, dtype=torch.bool).tril() if causal else mask
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    output = sp.attention(*(sp.shard(one, 2) for one in (q, k, v)), causal=causal, padding=padding)
-    assert distance(output, sp.shard(expected, 2)) < 1e-12
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    for given in (padding, visible(padding, causal=causal)):
+        output = sp.attention(*(sp.shard(one, 2) for one in (q, k, v)), causal=causal, padding=given)
+        assert distance(output, sp.shard(expected, 2)) < 1e-12
+    wrong = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    with pytest.raises(BackendError, match=r"with a mask of shape \(2, 1, 4, 4\); expected none, .* \(batch, 8\)"):
+        sp.attention(*(sp.shard(one, 2) for one in (q, k, v)), causal=causal, padding=wrong)
 
 
 @pytest.mark.ranks(2)

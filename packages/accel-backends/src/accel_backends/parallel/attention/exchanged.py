@@ -34,10 +34,11 @@ def exchanged_attention(
     Queries may have a multiple of the heads of keys, which are repeated where the ranks do not divide them.
 
     Args:
-        padding: (batch, tokens of full sequences), false where a token is padding that no query sees; None: no padding.
+        padding: (batch, tokens of full sequences), false where a token is padding that no query sees; or what
+            ``visible`` makes of it, once for all layers; None: no padding.
 
     Raises:
-        BackendError: the ranks do not divide the heads of queries.
+        BackendError: the ranks do not divide the heads of queries, or a mask is not one of full sequences.
 
     Collective: every rank of the group must call this.
     """
@@ -52,7 +53,15 @@ def exchanged_attention(
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     q, k, v = _heads_for_tokens((query, key, value), size, group)
-    mask = None if padding is None else _visible(padding, causal=causal)
+    mask = visible(padding, causal=causal) if padding is not None and padding.ndim == 2 else padding
+    if mask is not None and mask.shape[1:] not in ((1, 1, k.shape[2]), (1, k.shape[2], k.shape[2])):
+        raise BackendError(
+            f"sequence-parallel attention with a mask of shape {tuple(mask.shape)}; expected none, or one of padding, "
+            f"(batch, {k.shape[2]})"
+        )
+    fewer = q.shape[1] // k.shape[1]
+    if mask is not None and fewer > 1:  # on CUDA no fast kernel has both a mask and fewer heads of keys
+        k, v = k.repeat_interleave(fewer, dim=1), v.repeat_interleave(fewer, dim=1)
     output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -76,7 +85,7 @@ def nearest_degree(heads: int, size: int) -> int:
     return next(ranks for ranks in range(min(heads, size), 0, -1) if heads % ranks == 0)
 
 
-def _visible(padding: torch.Tensor, *, causal: bool) -> torch.Tensor:
+def visible(padding: torch.Tensor, *, causal: bool) -> torch.Tensor:
     """Mask (batch, 1, queries or 1, keys) that is true where a query sees a key."""
     seen = padding.bool()[:, None, None, :]
     if not causal:
