@@ -245,6 +245,7 @@ UNSEEN = {
     "a second backward of one forward under DDP, `trigger_sync_in_backward` after `no_sync`": _NUMBERS,
     "`break` out of a loader": _NUMBERS,
     "`sp_size` without DeepSpeed": _SERVED,
+    '`sp_backend="deepspeed"` without a DeepSpeed plugin or `strategy="deepspeed"`': _SERVED,
     "torchrun on a CPU box": _STARTED,
     "`accel launch --cpu --num_processes 2`": _STARTED,
     "`num_processes` of `accel launch --tpu`": _STARTED,
