@@ -81,7 +81,7 @@ def _check_layouts(model: nn.Module, units: Units) -> None:
         if (hasattr(parameter, "__tensor_flatten__") and not gathers) or hasattr(parameter, "SCB"):
             raise PrepareError(
                 f"{name} of {type(innermost(model)).__name__} is an {kind} of {package}, which cannot be cut into "
-                f"shards; nearest: ignored_modules with {_left_whole(name)}"
+                f"shards; nearest: ignored_modules with {_not_sharded(name)}"
             )
 
 
@@ -112,7 +112,7 @@ def _check_integers(model: nn.Module, units: Units, version: int) -> None:
         )
         raise PrepareError(
             f"{name} of {type(innermost(model)).__name__} is {dtype_name(parameter.dtype)}, and {reason} "
-            f"floating-point numbers only; nearest: {other}ignored_modules with {_left_whole(name)}"
+            f"floating-point numbers only; nearest: {other}ignored_modules with {_not_sharded(name)}"
         )
 
 
@@ -131,9 +131,9 @@ def _of_4bit(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "quant_state")
 
 
-def _left_whole(name: str) -> str:
+def _not_sharded(name: str) -> str:
     return (
-        f"{name.rpartition('.')[0]!r} and its like, which stay whole on each rank while the rest is sharded, or "
+        f"{name.rpartition('.')[0]!r} and its like, which stay full on each rank while the rest is sharded, or "
         "strategy='ddp'"
     )
 

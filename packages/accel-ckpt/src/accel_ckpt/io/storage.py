@@ -7,7 +7,8 @@ is renamed, while in an object store the manifest is written last.
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, final
@@ -147,6 +148,23 @@ def storage_of(place: Location) -> Storage:
     from accel_ckpt.io.local import LocalStorage
 
     return LocalStorage()
+
+
+@contextmanager
+def staged_at(target: Location, *, overwrite: bool) -> Iterator[tuple[Storage, Staged]]:
+    """Context in which one process writes a checkpoint; at its end the sealed one is committed, or an error drops it.
+
+    Raises:
+        CheckpointError: ``target`` is taken or cannot be written.
+    """
+    storage = storage_of(target)
+    staged = storage.stage(target, overwrite=overwrite)
+    try:
+        yield storage, staged
+        staged.commit()
+    except BaseException:
+        staged.drop()
+        raise
 
 
 def is_folder(storage: Storage, folder: Location) -> bool:

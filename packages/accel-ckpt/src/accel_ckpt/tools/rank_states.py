@@ -8,7 +8,7 @@ from accel_ckpt._version import __version__
 from accel_ckpt.format.blocks import Content, FileRecord
 from accel_ckpt.format.manifest import Manifest, pack
 from accel_ckpt.format.tree import Json, Tree
-from accel_ckpt.io.storage import locate, storage_of
+from accel_ckpt.io.storage import locate, staged_at
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.rank_group import RankGroup
 from accel_ckpt.saving.plan import Draft, RankPart, join_entries, make_draft, make_part
@@ -32,9 +32,7 @@ def save_for_ranks(
         raise CheckpointError("local is empty; a checkpoint has the states of 1 or more ranks")
     planned = [_planned(state if rank == 0 else {}, own, metadata, rank) for rank, own in enumerate(local)]
     place = locate(path)
-    storage = storage_of(place)
-    staged = storage.stage(place, overwrite=overwrite)
-    try:
+    with staged_at(place, overwrite=overwrite) as (storage, staged):
         records: dict[str, FileRecord] = {}
         for _, part in planned:
             for name, document in part.documents.items():
@@ -55,10 +53,6 @@ def save_for_ranks(
             folder=staged.subfolder,
         )
         staged.seal(pack(manifest))
-        staged.commit()
-    except BaseException:
-        staged.drop()
-        raise
     return open_checkpoint(place, verify=False)
 
 

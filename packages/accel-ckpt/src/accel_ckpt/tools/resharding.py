@@ -13,7 +13,7 @@ from accel_ckpt.format.manifest import Part, TensorEntry, pack, tensor_file
 from accel_ckpt.format.safetensors_file import Item, file_order, header_of
 from accel_ckpt.format.shard_layout import Box, chunk
 from accel_ckpt.format.tensors import byte_view
-from accel_ckpt.io.storage import locate, storage_of
+from accel_ckpt.io.storage import locate, staged_at
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.saving.plan import SMALL
 from accel_state.errors import CheckpointError
@@ -36,36 +36,32 @@ def reshard(
     if files < 1:
         raise CheckpointError(f"files={files}; a checkpoint has 1 or more files of tensors")
     place = locate(target)
-    storage = storage_of(place)
-    with open_checkpoint(path, verify=False) as saved:
-        staged = storage.stage(place, overwrite=overwrite)
-        try:
-            records: dict[str, FileRecord] = {}
-            for name in saved.documents:
-                records[name] = storage.write(staged.folder / name, Content.of(saved.document_bytes(name)))
-            shards = _spread(saved, files)
-            for number, pieces in enumerate(shards):
-                header = header_of([piece.item for piece in pieces], {"format": "pt"})
-                size = len(header) + sum(piece.item.nbytes for piece in pieces)
-                stream = partial(_stream, saved, header, pieces)
-                # Digesting in other threads would keep parts in memory until they are digested.
-                name = tensor_file(number)
-                records[name] = storage.write(staged.folder / name, Content(stream, size, threads=0))
-            manifest = replace(
-                saved.manifest,
-                id=staged.id,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                writer={**saved.manifest.writer, "resharded": saved.manifest.id},
-                files=records,
-                tensors=_entries(saved, shards),
-                digest="crc32",
-                folder=staged.subfolder,
-            )
-            staged.seal(pack(manifest))
-            staged.commit()
-        except BaseException:
-            staged.drop()
-            raise
+    with (
+        open_checkpoint(path, verify=False) as saved,
+        staged_at(place, overwrite=overwrite) as (storage, staged),
+    ):
+        records: dict[str, FileRecord] = {}
+        for name in saved.documents:
+            records[name] = storage.write(staged.folder / name, Content.of(saved.document_bytes(name)))
+        shards = _spread(saved, files)
+        for number, pieces in enumerate(shards):
+            header = header_of([piece.item for piece in pieces], {"format": "pt"})
+            size = len(header) + sum(piece.item.nbytes for piece in pieces)
+            stream = partial(_stream, saved, header, pieces)
+            # Digesting in other threads would keep parts in memory until they are digested.
+            name = tensor_file(number)
+            records[name] = storage.write(staged.folder / name, Content(stream, size, threads=0))
+        manifest = replace(
+            saved.manifest,
+            id=staged.id,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            writer={**saved.manifest.writer, "resharded": saved.manifest.id},
+            files=records,
+            tensors=_entries(saved, shards),
+            digest="crc32",
+            folder=staged.subfolder,
+        )
+        staged.seal(pack(manifest))
     return open_checkpoint(place, verify=False)
 
 
