@@ -1,9 +1,13 @@
 """Private names of torch and DeepSpeed that this package uses."""
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -53,3 +57,50 @@ def publish_sequence_group(group: Any) -> Callable[[], None]:
     before = {name: getattr(groups, name) for name in published}
     groups.__dict__.update(published)
     return lambda: groups.__dict__.update(before)
+
+
+def shard_records() -> Mapping[tuple[str, str], Any]:
+    """All that ``.metadata`` of torch's distributed checkpoints may name, with the object that stands for it.
+
+    Dtypes of torch come on top of these. Names of torch 2.2 and of Python 3.13 are among them.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+    from torch.serialization import _get_layout
+
+    of_metadata, of_torch_2_2 = metadata.__name__, "torch.distributed._shard.sharded_tensor.metadata"
+    encodings = metadata._MEM_FORMAT_ENCODING
+
+    def member(given: Any, name: str) -> Any:
+        """Placeholder of ``getattr``, with which some versions of Python 3.11 pickle enum members."""
+        if given is not encodings or name not in encodings.__members__:
+            raise pickle.UnpicklingError(f"getattr({given!r}, {name!r})")
+        return encodings[name]
+
+    def path(*parts: str) -> PurePosixPath:
+        """Placeholder of ``PosixPath``, because a pickle can set attributes of a class that it names."""
+        return PurePosixPath(*parts)
+
+    records = (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+    )
+    return {
+        **{(of_metadata, record.__name__): record for record in records},
+        (of_metadata, "_MEM_FORMAT_ENCODING"): encodings,
+        (of_torch_2_2, "MEM_FORMAT_ENCODING"): encodings,
+        (of_torch_2_2, "TensorProperties"): metadata.TensorProperties,
+        (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+        ("torch.serialization", "_get_layout"): _get_layout,
+        ("torch", "Size"): torch.Size,
+        ("torch", "device"): torch.device,
+        ("collections", "OrderedDict"): OrderedDict,
+        ("builtins", "set"): set,
+        ("builtins", "getattr"): member,
+        ("pathlib", "PosixPath"): path,
+        ("pathlib._local", "PosixPath"): path,
+    }

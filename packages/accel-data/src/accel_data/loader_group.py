@@ -69,7 +69,10 @@ def connect(owner: object, shard: DataShard, group: "ProcessGroup | None") -> Lo
 
 
 def _assumed(shard: DataShard, rank: int, size: int) -> list[tuple[int, int]]:
-    """Shards of ranks of which only ``rank`` exists: it has its own, in exchange with a rank that would have that."""
+    """Data shards of all ranks, of which only ``rank`` exists: neighbours read the same one, each shard is read.
+
+    ``rank`` reads ``shard``; a rank that would read it reads the other one instead.
+    """
     indices = [one * shard.count // size for one in range(size)]
     other = indices.index(shard.index)
     indices[other], indices[rank] = indices[rank], indices[other]

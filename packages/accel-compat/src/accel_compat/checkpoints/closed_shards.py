@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from accel_compat.checkpoints.pickles import load
-from accel_compat.checkpoints.private import RECORDS
+from accel_compat.private import shard_records
 from accel_state.errors import CheckpointError
+
+_RECORDS = shard_records()
 
 
 @final
@@ -28,7 +30,7 @@ class _ClosedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = vars(torch).get(name) if module == "torch" else None
-        found = dtype if isinstance(dtype, torch.dtype) else RECORDS.get((module, name))
+        found = dtype if isinstance(dtype, torch.dtype) else _RECORDS.get((module, name))
         if found is None:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return found

@@ -59,9 +59,9 @@ def exchanged_attention(
             f"sequence-parallel attention with a mask of shape {tuple(mask.shape)}; expected none, or one of padding, "
             f"(batch, {k.shape[2]})"
         )
-    fewer = q.shape[1] // k.shape[1]
-    if mask is not None and fewer > 1:  # on CUDA no fast kernel has both a mask and fewer heads of keys
-        k, v = k.repeat_interleave(fewer, dim=1), v.repeat_interleave(fewer, dim=1)
+    shared_by = q.shape[1] // k.shape[1]
+    if mask is not None and shared_by > 1:  # on CUDA no fast kernel has both a mask and grouped heads
+        k, v = k.repeat_interleave(shared_by, dim=1), v.repeat_interleave(shared_by, dim=1)
     output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
