@@ -251,6 +251,7 @@ class Holder:
         next(self.iterator)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kwargs", [{"shuffle": True}, {"sampler": range(16)}, {"num_workers": 1}])
 def test_a_loader_in_flight_is_freed_at_once(kwargs):
     watching = Watching()
