@@ -533,6 +533,17 @@ def test_a_worker_that_dies_is_an_error_and_the_position_is_where_it_was():
     assert int(done.stdout.split("POSITION")[1]) in (0, 4, 8)
 
 
+def test_a_death_that_torch_alone_has_seen_is_an_error_of_the_data():
+    class Told(DataLoader):
+        def __iter__(self):
+            yield from (batch for _, batch in zip(range(2), super().__iter__(), strict=False))
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    loader = prepare_loader(Told(Squares(), batch_size=4), ALONE)
+    with pytest.raises(DataError, match=r"one of the DataLoader's workers died \(.*pid 7.*until then: 4 samples"):
+        list(loader)
+
+
 class Failing(Squares):
     def __getitem__(self, index):
         raise ConnectionError("the disk is far away")
