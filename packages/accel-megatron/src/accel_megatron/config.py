@@ -90,7 +90,7 @@ class MegatronConfig(BackendConfig):
         use_distributed_optimizer: shard optimizer states over data-parallel ranks; for Adam and AdamW.
         attention_dropout: None: as the model's own configuration says.
         hidden_dropout: None: as the model's own configuration says.
-        attention_softmax_in_fp32: accepted; models compute in fp32, softmax included.
+        attention_softmax_in_fp32: compute softmax of attention in fp32 if the model computes in 16 bits.
         calculate_per_token_loss: the loss of a batch is the mean over its tokens; False: over its micro-batches.
         use_rotary_position_embeddings: must be what the model has; None: is.
         is_train_batch_min: accepted and ignored; batches may have any size that divides into micro-batches.

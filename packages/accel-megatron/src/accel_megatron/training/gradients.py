@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_backends import ReplicatedGradients
 from accel_megatron.training.gathering import full_tensors, local_tensors
@@ -25,6 +26,19 @@ class MegatronGradients(ReplicatedGradients):
         super().__init__(backend, ranks=backend.run.parallelism.data_parallel_size)
         self._engines = engines
 
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Averages gradients over ranks and divides them by the loss scale, once per optimizer and step.
+
+        Raises:
+            BackendError: gradients of a loss that was not scaled.
+        """
+        if self.loss_scale is None:
+            return
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            self._engines.of_optimizer(optimizer).ready()
+        super().unscale(optimizers)
+
     def clip_norm(
         self,
         parameters: Iterable[torch.Tensor],
@@ -42,7 +56,9 @@ class MegatronGradients(ReplicatedGradients):
                 norm that is not finite.
         """
         listed = self.owned.checked(parameters)
-        norm = self._engines.optimizer_of_all(listed).clip(max_norm, norm_type)
+        optimizer = self._engines.optimizer_of_all(listed)
+        self.unscale([optimizer.optimizer])
+        norm = optimizer.clip(max_norm, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise BackendError(f"the gradient norm (p={norm_type:g}) is {norm.item()}; gradients have nan or inf")
         return norm
@@ -73,7 +89,8 @@ class MegatronGradients(ReplicatedGradients):
                 if counts and hasattr(parameter, "main_grad"):
                     total += parameter.main_grad.double().pow(2).sum()
         dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
-        return total.sqrt().to(torch.float32)
+        norm = total.sqrt().to(torch.float32)
+        return norm if self.loss_scale is None else norm / self.loss_scale.current
 
     def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
         """Multiplies the window's gradients."""
@@ -112,9 +129,11 @@ class MegatronGradients(ReplicatedGradients):
 
         Collective: every rank of the group must call this.
         """
+        engine = self._engines.find(model)
+        optimizer = self._engines.optimizer_for(engine)
+        if engine.gradients.reduced and optimizer is not None:
+            return full_tensors(engine.architecture, optimizer.gradients())
         total = self.unreduced(model)
-        if self._engines.find(model).gradients.reduced:
-            return total
         from megatron.core import parallel_state
 
         group = parallel_state.get_data_parallel_group()

@@ -1,6 +1,6 @@
 """This rank's stage of a model: megatron-core's ``GPTModel``, built, wrapped and filled."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 _SETS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def transformer_config(options: "MegatronConfig", architecture: Architecture) -> Any:
+def transformer_config(
+    options: "MegatronConfig",
+    architecture: Architecture,
+    dtype: torch.dtype = torch.float32,
+    scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Any:
     """Returns megatron-core's ``TransformerConfig`` of a model under these options.
+
+    ``dtype``: in which the model computes (fp32, bf16 or fp16). ``scaled``: multiplies a loss by the loss scale.
 
     Raises:
         PrepareError: the options say something else than the model.
@@ -44,9 +51,13 @@ def transformer_config(options: "MegatronConfig", architecture: Architecture) ->
         tensor_model_parallel_size=options.tp_degree,
         pipeline_model_parallel_size=options.pp_degree,
         sequence_parallel=options.sequence_parallelism,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        attention_softmax_in_fp32=False,  # a cast that scores in fp32 do not need
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        grad_scale_func=scaled,
+        # In fp32 the scores need no cast.
+        attention_softmax_in_fp32=options.attention_softmax_in_fp32 and dtype != torch.float32,
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -81,6 +92,7 @@ def build_stage(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
@@ -108,7 +120,11 @@ def build_stage(
         own[name].requires_grad_(flags.pop())
         # megatron-core marks weights only when it initialises them; norms of gradients count unmarked ones once.
         own[name].tensor_model_parallel = rule.dim is not None
+    half = config.bf16 or config.fp16
+    if half:
+        model = Float16Module(config, model)
     wrapping = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=half,
         overlap_grad_reduce=False,
         use_distributed_optimizer=distributed_optimizer,
     )

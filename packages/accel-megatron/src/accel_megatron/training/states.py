@@ -12,7 +12,6 @@ from accel_backends import ReplicatedStates
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, differences, fitted_groups
 from accel_megatron.training.gathering import full_tensors, local_tensors
-from accel_megatron.training.stage import bare
 from accel_state.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ class MegatronStates(ReplicatedStates):
         Collective: every rank of the group must call this.
         """
         engine = self._engines.find(model)
-        own = {name: p.detach() for name, p in bare(engine.chunk).named_parameters()}
-        return full_tensors(engine.architecture, own)
+        return full_tensors(engine.architecture, self._engines.weights(engine))
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads full tensors by FQN.
@@ -63,10 +61,7 @@ class MegatronStates(ReplicatedStates):
                 f"state of another {kind}: {wrong[0]} is {tuple(state[wrong[0]].shape)} here and "
                 f"{tuple(known[wrong[0]])} in the model"
             )
-        own = dict(bare(engine.chunk).named_parameters())
-        with torch.no_grad():
-            for name, value in local_tensors(engine.architecture, state).items():
-                own[name].copy_(value)
+        self._engines.load_weights(engine, local_tensors(engine.architecture, state))
 
     def optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Returns states as full tensors by FQN, on every rank.
