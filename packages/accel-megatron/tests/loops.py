@@ -16,7 +16,14 @@ VOCABULARY, LENGTH, STEPS = 64, 12, 3
 
 
 def make_model(kind: str) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
 
     torch.manual_seed(0)
     if kind == "gpt2":
@@ -33,17 +40,19 @@ def make_model(kind: str) -> nn.Module:
         )
         model: nn.Module = GPT2LMHeadModel(config)
     else:
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            tie_word_embeddings=kind == "llama tied",
-        )
-        model = LlamaForCausalLM(config)
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+        }
+        if kind == "mixtral":
+            model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=kind == "llama tied"))
     with torch.no_grad():  # biases and norms start as constants, which would hide a permutation
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))

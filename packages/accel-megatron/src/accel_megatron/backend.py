@@ -15,6 +15,7 @@ from accel_backends.ops.loss_scaling import check_scaled
 from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.architecture import architecture_of
+from accel_megatron.conversion.rules import stack_name
 from accel_megatron.layout import MegatronLayout
 from accel_megatron.library import close_groups, open_group_of_one, open_groups, require_library
 from accel_megatron.training.engine import MegatronEngine
@@ -30,7 +31,7 @@ from accel_state.errors import BackendError, PrepareError
 
 @final
 class MegatronBackend(ModuleBackend):
-    """Trains causal language models of Transformers (Llama, GPT-2) as megatron-core's ``GPTModel``.
+    """Trains causal language models of Transformers (Llama, Mixtral, GPT-2) as megatron-core's ``GPTModel``.
 
     ``prepare`` converts the model exactly, with the weights that rank 0 has, and returns an engine that is called as
     the model is. The user's torch optimizer stays, inside one of Megatron-LM's.
@@ -54,7 +55,7 @@ class MegatronBackend(ModuleBackend):
         self._options = cast(MegatronConfig, self.config)
         self._engines = MegatronEngines()
         self._owns_group = open_group_of_one(self.session)
-        open_groups(self._options.tp_degree, self._options.pp_degree)
+        open_groups(self._options.tp_degree, self._options.pp_degree, self._options.expert_model_parallel_size)
         self.layout = MegatronLayout(run)
         self.gradients = MegatronGradients(self, self._engines)
         self.states = MegatronStates(self, self._engines)
@@ -70,9 +71,10 @@ class MegatronBackend(ModuleBackend):
             raise PrepareError(f"{len(bundle.optimizers)} optimizers for one model; Megatron-LM steps one of them")
         for model in bundle.models:
             architecture = architecture_of(getattr(innermost(model), "config", None))
-            architecture.check_degrees(self._options.tp_degree, self._options.pp_degree)
+            options = self._options
+            architecture.check_degrees(options.tp_degree, options.pp_degree, options.expert_model_parallel_size)
             _check_dtype(model, halves=self.policy.autocast)
-            _check_names(model, {one for _, rule in architecture.rules(0, 1) for one in rule.names})
+            _check_names(model, {stack_name(one) for _, rule in architecture.rules(0, 1) for one in rule.names})
 
     def bind(self, bundle: Bundle) -> Bundle:
         """Converts the model, and puts its optimizer into one of Megatron-LM's."""
@@ -199,7 +201,7 @@ def _check_names(model: nn.Module, known: set[str]) -> None:
         other = sorted(found ^ known)
         raise PrepareError(
             f"{type(innermost(model)).__name__} has other parameters than the causal language model of its kind, first "
-            f"{other[0]}; nearest: LlamaForCausalLM or GPT2LMHeadModel without adapters"
+            f"{other[0]}; nearest: LlamaForCausalLM, MixtralForCausalLM or GPT2LMHeadModel without adapters"
         )
 
 

@@ -1,7 +1,7 @@
 """Gradients in Megatron-LM's buffers, for the backend's role."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends import ReplicatedGradients
-from accel_megatron.training.gathering import full_tensors, local_tensors
+from accel_megatron.training.gathering import full_tensors, local_tensors, norm_over_stages, on_expert_ranks, place
 from accel_megatron.training.stage import bare
 from accel_state.errors import BackendError
 
@@ -79,17 +79,13 @@ class MegatronGradients(ReplicatedGradients):
         Collective: every rank of the group must call this.
         """
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-        from megatron.core.transformer.module import param_is_not_shared
 
-        total = torch.zeros((), dtype=torch.float64, device=self.run.session.device.torch)
-        for model in models:
-            for parameter in bare(self._engines.find(model).chunk).parameters():
-                counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-                if counts and hasattr(parameter, "main_grad"):
-                    total += parameter.main_grad.double().pow(2).sum()
-        dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
-        norm = total.sqrt().to(torch.float32)
+        held = [
+            (parameter, _of_replica(parameter))
+            for model in models
+            for parameter in bare(self._engines.find(model).chunk).parameters()
+        ]
+        norm = norm_over_stages(held, parallel_state.get_model_parallel_group()).to(torch.float32)
         return norm if self.loss_scale is None else norm / self.loss_scale.current
 
     def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
@@ -111,7 +107,8 @@ class MegatronGradients(ReplicatedGradients):
         if not engine.gradients.filled:
             return {}
         own = dict(bare(engine.chunk).named_parameters())
-        return full_tensors(engine.architecture, {name: p.main_grad for name, p in own.items() if p.requires_grad})
+        held = {name: gradient for name, p in own.items() if (gradient := _of_replica(p)) is not None}
+        return full_tensors(engine.architecture, held)
 
     def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Restores the gradients that ``unreduced`` returned."""
@@ -121,7 +118,7 @@ class MegatronGradients(ReplicatedGradients):
             return
         own = dict(bare(engine.chunk).named_parameters())
         for name, value in local_tensors(engine.architecture, gradients).items():
-            own[name].main_grad.copy_(value)
+            own[name].main_grad.copy_(value * expert_ranks(own[name]))
         engine.gradients.filled = True
 
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -145,3 +142,15 @@ class MegatronGradients(ReplicatedGradients):
     def drop(self, model: nn.Module) -> None:
         """Drops the window's gradients."""
         self._engines.find(model).gradients.clear()
+
+
+def expert_ranks(parameter: torch.Tensor) -> int:
+    """Number of ranks whose tokens are in a parameter's gradient before it is averaged: those of its experts."""
+    return place()[3] if on_expert_ranks(parameter) else 1
+
+
+def _of_replica(parameter: Any) -> torch.Tensor | None:
+    """Returns a parameter's gradient of one replica, the mean of those whose tokens its experts compute."""
+    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    count = expert_ranks(parameter)
+    return gradient if gradient is None or count == 1 else gradient / count

@@ -6,7 +6,9 @@ from typing import Any, final
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from accel_megatron.conversion.rules import stack_name
 from accel_megatron.training.engine import MegatronEngine
+from accel_megatron.training.gathering import norm_over_stages, place
 from accel_megatron.training.stage import bare
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError, PrepareError
@@ -46,7 +48,7 @@ class EngineOptimizer:
         self._prepared = False
         self._distributed = distributed
         self.parameters = dict(bare(engine.chunk).named_parameters())
-        self._rules = dict(engine.architecture.rules(*_place()))
+        self._rules = dict(engine.architecture.rules(*place()))
         self._rebind()
         self._megatron = self._wrapped()
         self._take_masters()
@@ -56,7 +58,7 @@ class EngineOptimizer:
         group_of = {name: position for position, names in enumerate(self.groups) for name in names}
         bound: list[list[torch.Tensor]] = [[] for _ in self.groups]
         for name, rule in self._rules.items():
-            found = {group_of.get(one) for one in rule.names}
+            found = {group_of.get(stack_name(one)) for one in rule.names}
             if len(found) > 1:
                 raise PrepareError(
                     f"{', '.join(rule.names)} are one tensor in megatron-core, and the optimizer has them in several "
@@ -113,18 +115,13 @@ class EngineOptimizer:
 
         Collective: every rank of the group must call this.
         """
-        import torch.distributed as dist
 
         if norm_type != 2.0:
             raise BackendError(f"norm_type={norm_type}: Megatron-LM clips gradients by their 2-norm; nearest: 2")
         self.ready()
-        held = self._megatron.get_main_grads_for_grad_norm()
-        device = next(self.engine.parameters()).device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for gradient in held:
-            total += gradient.detach().double().pow(2).sum()
-        dist.all_reduce(total, group=self._megatron.get_grad_stats_parallel_group())
-        norm = total.sqrt()
+        inner = ((p, self._inner(p)) for p in self.parameters.values() if p.requires_grad)
+        gradients = ((p, None if one is None else one.grad) for p, one in inner)
+        norm = norm_over_stages(gradients, self._megatron.get_grad_stats_parallel_group())
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -300,14 +297,4 @@ class EngineOptimizer:
     def _trained(self) -> set[str]:
         """Names in megatron-core's model of the parameters that the optimizer updates, on this rank or another."""
         listed = {name for names in self.groups for name in names}
-        return {name for name, rule in self._rules.items() if rule.names[0] in listed}
-
-
-def _place() -> tuple[int, int]:
-    """Returns this rank's pipeline stage, and the number of stages."""
-    from megatron.core import parallel_state
-
-    return (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
+        return {name for name, rule in self._rules.items() if stack_name(rule.names[0]) in listed}

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from accel_backends import ReplicatedStates
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, differences, fitted_groups
-from accel_megatron.training.gathering import full_tensors, local_tensors
+from accel_megatron.conversion.rules import stack_name
+from accel_megatron.training.gathering import full_tensors, local_tensors, place
 from accel_state.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -118,9 +119,9 @@ def _full_values(engine: "MegatronEngine", held: Mapping[str, Any]) -> dict[str,
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     named = {
         one: scalars[name]
-        for name, rule in engine.architecture.owned_rules(pipeline.rank(), pipeline.size())
+        for name, rule in engine.architecture.owned_rules(*place())
         if name in scalars
-        for one in rule.names
+        for one in map(stack_name, rule.names)
     }
     stages: list[dict[str, Any]] = [{} for _ in range(pipeline.size())]
     dist.all_gather_object(stages, named, group=pipeline)
@@ -131,7 +132,7 @@ def _full_values(engine: "MegatronEngine", held: Mapping[str, Any]) -> dict[str,
 
 def _local_values(one: "EngineOptimizer", name: str, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the saved state of a parameter of this rank's stage, by key."""
-    names = one.names_of(name)
+    names = [stack_name(each) for each in one.names_of(name)]
     if names[0] not in state:
         return {}
     values: dict[str, Any] = {}
