@@ -247,7 +247,7 @@ def test_a_forward_without_backward_leaves_no_stale_weights() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True, "auto_wrap_policy": "NO_WRAP"}], ids=["full", "offload"])
-def test_whole_parameters_can_be_read_and_changed(options: dict[str, Any]) -> None:
+def test_full_parameters_can_be_read_and_changed(options: dict[str, Any]) -> None:
     backend = open_backend(**options)
     model, expected = make_model("transformer"), make_model("transformer")
     backend.prepare(Bundle([model]))
@@ -263,7 +263,7 @@ def test_whole_parameters_can_be_read_and_changed(options: dict[str, Any]) -> No
 
 
 @pytest.mark.ranks(2)
-def test_a_whole_state_is_the_main_ranks_and_loads_everywhere(rank: int) -> None:
+def test_a_full_state_is_the_main_ranks_and_loads_everywhere(rank: int) -> None:
     backend = open_backend()
     model = make_model("transformer", seed=4)
     backend.prepare(Bundle([model]))
@@ -448,7 +448,7 @@ def test_what_is_gathered_ahead_in_backward_follows_the_options(prefetch: str, e
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("options", "everywhere"), [({}, False), ({"state_dict_config": {"rank0_only": False}}, True)])
-def test_a_whole_state_goes_where_its_options_say(rank: int, options: dict[str, Any], everywhere: bool) -> None:
+def test_a_full_state_goes_where_its_options_say(rank: int, options: dict[str, Any], everywhere: bool) -> None:
     backend = open_backend(**options, optim_state_dict_config=options.get("state_dict_config"))
     model = make_model("mlp")
     optimizer = OPTIMIZERS["adamw"](model.parameters())

@@ -75,7 +75,7 @@ def test_offloaded_activations_are_asked_for_by_the_environment(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", ["FullStateDictConfig", "FullOptimStateDictConfig"])
-def test_torchs_forms_of_whole_states_are_taken(kind: str) -> None:
+def test_torchs_forms_of_full_states_are_taken(kind: str) -> None:
     import torch.distributed.fsdp as fsdp
 
     given = getattr(fsdp, kind)(offload_to_cpu=False, rank0_only=True)

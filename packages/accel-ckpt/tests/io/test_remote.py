@@ -406,7 +406,7 @@ def test_memory_is_no_place_that_ranks_share(rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize("seed", range(4))
-def test_writers_killed_at_random_times_leave_whole_checkpoints(endpoint: str, seed: int) -> None:
+def test_writers_killed_at_random_times_leave_complete_checkpoints(endpoint: str, seed: int) -> None:
     """Five of them each time."""
     use_server(endpoint)
     fsspec.filesystem("s3").mkdir(f"kills{seed}")

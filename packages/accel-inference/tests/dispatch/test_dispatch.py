@@ -35,7 +35,7 @@ def test_one_device_needs_no_hooks_unless_asked(model):
     assert torch.equal(model(X), expected)
 
 
-def test_a_model_is_whole_again_without_its_hooks(model, tmp_path):
+def test_a_model_is_complete_again_without_its_hooks(model, tmp_path):
     expected = model(X)
     dispatch_model(model, HALF, offload_dir=tmp_path)
     assert torch.equal(model(X), expected)

@@ -545,7 +545,7 @@ def test_all_but_a_changed_byte_is_found_before_anything_changes(tmp_path: Path,
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_newest_intact_checkpoint_is_loaded_whole_over_a_damaged_one(
+def test_the_newest_intact_checkpoint_is_loaded_in_full_over_a_damaged_one(
     tmp_path: Path, rank: int, strategy: str
 ) -> None:
     saving, _, first = touched(7, strategy=strategy, folder=tmp_path)
