@@ -163,6 +163,16 @@ def test_first_messages_of_stages_are_as_long_as_expected_and_for_other_ranks():
     assert all(op.tensor.dtype is torch.float32 and op.tensor.numel() == 1 for op in found)
 
 
+def test_schedules_without_backwards_keep_their_steps_in_torch_before_and_since_2_10():
+    forward, backward = (SimpleNamespace(computation_type=SimpleNamespace(name=name)) for name in ("FORWARD", "SEND_B"))
+    new = SimpleNamespace(pipeline_order_with_comms={0: [forward, backward]})
+    old = SimpleNamespace(pipeline_order={0: [None, forward, backward]})
+    private.leave_out_backwards(new, {"FORWARD"})
+    private.leave_out_backwards(old, {"FORWARD"})
+    assert new.pipeline_order_with_comms[0] == [forward]
+    assert old.pipeline_order[0] == [None, forward, None]
+
+
 def test_ddp_finds_the_parameters_that_it_leaves_out():
     model = nn.Linear(2, 2)
     private.leave_out_of_ddp(model, ["weight"])

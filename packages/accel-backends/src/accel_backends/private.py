@@ -4,7 +4,7 @@ No other module of the package uses them; CI checks that. Attributes of the obje
 those backends compute with them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -239,6 +239,30 @@ def repair_first_messages(stage: Any) -> None:
         return ops
 
     stage._get_init_p2p_neighbors_ops = made
+
+
+def hands_over_within_ranks(schedule: type[Any]) -> bool:
+    """Whether a schedule gives activations from one stage of a rank to another without a message.
+
+    Those of torch's ``_PipelineScheduleRuntime`` do; in torch 2.9 a rank sends itself a message, which gloo refuses.
+    """
+    return any(kind.__name__ == "_PipelineScheduleRuntime" for kind in schedule.__mro__)
+
+
+def leave_out_backwards(schedule: Any, forwards: Collection[str]) -> None:
+    """Leaves the forwards of a schedule with several stages on a rank; a stage on a V would look for its backward.
+
+    ``forwards``: names of the kinds of its actions. By ``pipeline_order_with_comms``, and in torch 2.9 by the idle
+    steps of ``pipeline_order``.
+    """
+    orders = getattr(schedule, "pipeline_order_with_comms", None)
+    if orders is not None:
+        for rank, actions in orders.items():
+            orders[rank] = [one for one in actions if one.computation_type.name in forwards]
+        return
+    for rank, actions in schedule.pipeline_order.items():
+        kept = [one if one is not None and one.computation_type.name in forwards else None for one in actions]
+        schedule.pipeline_order[rank] = kept
 
 
 def guard_shape_inference(stage: Any, guard: Callable[[Callable[[], Any], Sequence[torch.Tensor]], Any]) -> None:

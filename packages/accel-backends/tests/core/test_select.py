@@ -170,7 +170,7 @@ def test_sharding_serves_tensor_context_and_sequence_parallelism():
     assert find_backend(["tp"]) == find_backend(["cp", "dp_shard", "tp"]) == "fsdp"
     assert find_backend(["ep", "tp"]) == find_backend(["dp_shard", "ep", "sp", "tp"]) == "fsdp"
     assert find_backend(["sp"]) == find_backend(["dp_replicate", "dp_shard", "sp", "tp"]) == "fsdp"
-    assert find_backend(["cp", "pp"]) == find_backend(["dp_shard", "pp", "sp", "tp"]) == "pipeline"
+    assert find_backend(["cp", "pp"]) == find_backend(["dp_shard", "ep", "pp", "sp", "tp"]) == "pipeline"
     four = Topology.on_one_node(0, 4)
     found = FSDPConfig().resolve(StrategyFacts(four, CPU, ParallelismConfig(tp_size=2, dp_shard_size=2)))
     assert (found.config.shard_size, found.parallelism.size("tp"), found.parallelism.data_parallel_size) == (2, 2, 2)

@@ -97,7 +97,7 @@ def train(
         "rate": scheduler.get_last_lr()[0],
         "dropped": None if meter is None else meter.read().dropped_choices,
         "local": {
-            name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
+            name.removeprefix("module."): tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
             for name, p in model.named_parameters()
         },
         "state": {name: value.clone() for name, value in accelerator.get_state_dict(model).items()},
@@ -142,7 +142,7 @@ def expected(rank_pool: RankPool) -> dict[str, Any]:
     return found
 
 
-SLOW = ("cp2", "sp2", "sp2 replicas2", "sp2 tp2", "sp4")
+SLOW = ("cp2", "sp2", "sp2 replicas2", "sp2 tp2", "sp4", "pp2 sp2", "pp2 cp2 ring", "pp2 cp2 tp2", "pp2 sp2 replicas2")
 """Layouts that default tests cover elsewhere, or in another product of the same axes."""
 
 
@@ -178,6 +178,10 @@ EXPERTS: dict[str, Degrees] = {
     "ep2 cp2": {"ep_size": 2, "cp_size": 2},
     "ep2 tp2 fsdp2": {"ep_size": 2, "tp_size": 2, "dp_shard_size": 2},
     "ep2 cp2 fsdp2": {"ep_size": 2, "cp_size": 2, "dp_shard_size": 2},
+    "pp2 ep2": {"pp_size": 2, "ep_size": 2},
+    "pp2 ep2 cp2": {"pp_size": 2, "ep_size": 2, "cp_size": 2},
+    "pp2 ep2 fsdp2": {"pp_size": 2, "ep_size": 2, "dp_shard_size": 2},
+    "pp2 ep2 tp2": {"pp_size": 2, "ep_size": 2, "tp_size": 2},
 }
 
 
@@ -191,6 +195,10 @@ def expected_of_experts(rank_pool: RankPool) -> dict[str, Any]:
     ("degrees", "shape"),
     [
         ("ep2 fsdp2", (1, 96, 32)),
+        ("pp2 ep2", (2, 96, 32)),
+        pytest.param("pp2 ep2 cp2", (1, 96, 32), marks=pytest.mark.slow),
+        pytest.param("pp2 ep2 fsdp2", (1, 96, 32), marks=pytest.mark.slow),
+        pytest.param("pp2 ep2 tp2", (2, 96, 32), marks=pytest.mark.slow),
         pytest.param("ep2 tp2", (2, 96, 32), marks=pytest.mark.slow),
         pytest.param("ep2 cp2", (1, 96, 32), marks=pytest.mark.slow),
         pytest.param("ep2 tp2 fsdp2", (1, 96, 32), marks=pytest.mark.slow),
@@ -205,7 +213,7 @@ def test_divided_experts_train_as_one_process(
     ranks = ParallelismConfig(**EXPERTS[degrees]).total_size
     found = rank_pool.run(train, EXPERTS[degrees], ranks=ranks)[0]
     assert_same(found, expected_of_experts)
-    assert found["backend"] == "fsdp"
+    assert found["backend"] == ("pipeline" if degrees.startswith("pp") else "fsdp")
     assert "ep=2" in found["explained"]
     assert found["local"]["model.layers.0.mlp.experts.gate_up_proj"] == shape
 

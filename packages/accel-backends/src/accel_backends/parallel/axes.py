@@ -93,6 +93,13 @@ class ModelAxes:
 
         return list(find_experts(model))
 
+    def take_choices(self, device: torch.device) -> torch.Tensor | None:
+        """Numbers of dropped and of all choices of experts (int64, 2) since the last call; None without a capacity."""
+        if self.capacity is None:
+            return None
+        counts = self.capacity.take_counts()
+        return torch.zeros(2, dtype=torch.int64, device=device) if counts is None else counts
+
     def check(self, model: nn.Module) -> None:
         """Refuses a model that the axes cannot compute, before any change; without communication.
 
@@ -137,7 +144,7 @@ class ModelAxes:
 
         Collective: every rank of the group must call this.
         """
-        if self._expert > 1:
+        if self._expert > 1 and (called or self.experts(model)):  # a part of a model may have none
             from accel_backends.parallel.expert_parallel import apply_expert_parallel
 
             def values(parameter: torch.Tensor) -> torch.Tensor:

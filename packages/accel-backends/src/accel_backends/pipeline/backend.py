@@ -58,7 +58,7 @@ class PipelineBackend(ModuleBackend):
     def __init__(self, run: Run, config: BackendConfig | None = None) -> None:
         super().__init__(run, config)
         self._mesh = StageMesh(run, self.device.type)
-        self._axes = ModelAxes(run, self._mesh.axis)
+        self._axes = ModelAxes(run, self._mesh.axis, shards=self._mesh.expert_shards)
         self._group = self._mesh.pipeline
         self._ends: dist.ProcessGroup | None = None
         self._kind, self._per_rank = schedule_kind(self._options.schedule, self._options.stages_per_rank)
@@ -225,7 +225,10 @@ class PipelineBackend(ModuleBackend):
         self._axes.apply(model, self.device, lambda tensors: None, plan, called=False)
         shards = None
         if self._mesh.sharding is not None and self._mesh.data is not None:
-            shards = StageShards(whole, self._mesh.sharding, self._mesh.data)
+            experts = [model.get_submodule(name) for name in self._axes.experts(model)]
+            shards = StageShards(
+                whole, self._mesh.sharding, self._mesh.data, experts=experts, expert_mesh=self._mesh.experts
+            )
         after = named_parameters(model)
         for optimizer in bundle.optimizers:
             rebind(optimizer, before, after, convert=self.convert_state)

@@ -32,7 +32,7 @@ class PipelineParallelConfig(BackendConfig):
     """
 
     backend: ClassVar[str] = "pipeline"
-    axes: ClassVar[frozenset[str]] = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "sp", "tp"})
+    axes: ClassVar[frozenset[str]] = frozenset({"pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp"})
     needs_ranks: ClassVar[bool] = True
 
     num_microbatches: int | None = None

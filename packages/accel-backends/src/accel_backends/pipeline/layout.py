@@ -27,13 +27,17 @@ class PipelineLayout(ReplicatedLayout):
     def degrees(self) -> tuple[int, int]:
         """Number of replicas of the pipeline, and shard degree of its stages."""
         degrees = self.run.parallelism
-        return degrees.size("dp_replicate"), prod(degrees.size(axis) for axis in ("dp_shard", "cp", "sp"))
+        return degrees.size("dp_replicate"), prod(degrees.size(axis) for axis in ("dp_shard", "ep", "cp", "sp"))
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
         """Number of ranks that compute on the same samples, by axis."""
         degrees = self.run.parallelism
         return {axis: degrees.size(axis) for axis in ("pp", "cp", "sp", "tp") if degrees.size(axis) > 1}
+
+    def take_choices(self) -> torch.Tensor | None:
+        """Numbers of dropped and of all choices of this rank's experts, where these have a capacity."""
+        return self._axes.take_choices(self.run.session.device.torch)
 
     def sharded_buffers(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()

@@ -4,16 +4,17 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
-from accel_backends.ops.dtensor import over_axes
+from accel_backends.ops.dtensor import is_dtensor, over_axes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_backends.core.run import Run
+    from accel_state.parallelism.config import ParallelismConfig
 
 
-_SHARDING: Final = ("dp_shard", "cp", "sp")
+_SHARDING: Final = ("dp_shard", "ep", "cp", "sp")
 """Axes over which parameters are sharded together, neighbours in the run's mesh."""
 
 
@@ -30,6 +31,8 @@ class StageMesh:
         sharding: axes over which parameters are sharded, the last one shards; None: they are not sharded.
         tensor: the tensor-parallel axis; None without it.
         data: ranks that average their gradients with this one; None without such axes.
+        experts: axes over which the experts of an expert-parallel rank are sharded; None without expert parallelism.
+        expert_shards: number of ranks of their last axis.
     """
 
     def __init__(self, run: "Run", device_type: str) -> None:
@@ -57,6 +60,11 @@ class StageMesh:
         self.every: DeviceMesh | None = mesh[names] if names else None
         self.sharding: DeviceMesh | None = mesh[data] if sizes["dp_shard"] > 1 else None
         self.tensor: DeviceMesh | None = mesh["tp"] if degrees.tp_enabled else None
+        self._divided: DeviceMesh | None = None
+        self.experts: DeviceMesh | None = None
+        self.expert_shards = sizes["dp_shard"] // degrees.size("ep")
+        if degrees.size("ep") > 1:
+            self._divide(sizes, degrees)
         self.data: ProcessGroup | None = None
         if len(data) == 1:
             self.data = mesh[data[0]].get_group()
@@ -65,9 +73,29 @@ class StageMesh:
 
     def axis(self, name: str) -> "DeviceMesh":
         """Mesh of one axis of the stage's ranks."""
-        mesh = cast(Any, self._whole if name == "tp" else self._axes)
+        mesh = cast(Any, self._divided if name == "ep" else self._whole if name == "tp" else self._axes)
         found: DeviceMesh = mesh[name]
         return found
+
+    def _divide(self, sizes: Mapping[str, int], degrees: "ParallelismConfig") -> None:
+        """Makes the mesh with the axis ``ep`` behind that over which experts are sharded.
+
+        Both are slices of one mesh, because ``fully_shard`` joins the axes of a DTensor. Ranks with other shards of the
+        same sequences shard experts as data-parallel ranks do.
+
+        Collective: every rank of the run must call this.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        size, inner = degrees.size("ep"), degrees.size("cp") * degrees.size("sp")
+        outer = self._axes.mesh.reshape(sizes["pp"], sizes["dp_replicate"], degrees.size("dp_shard"), size, inner, -1)
+        shape = {**sizes, "dp_shard": self.expert_shards, "ep": size}
+        names = ("pp", "dp_replicate", "dp_shard", "ep", "tp")
+        active = tuple(name for name in names if shape[name] > 1 or name == "dp_shard")
+        ordered = outer.transpose(3, 4).reshape([shape[name] for name in active])
+        self._divided = DeviceMesh(self._axes.device_type, ordered, mesh_dim_names=active)
+        over = tuple(name for name in active if name in ("dp_replicate", "dp_shard"))
+        self.experts = cast(Any, self._divided)[over]
 
     def join_ends(self) -> None:
         """Makes the mesh of the ranks with the first or the last stage, for weights that both have.
@@ -86,6 +114,9 @@ class StageMesh:
         ``tied``: the first and the last stage have it. Shares its memory. Other values are returned unchanged.
         """
         mesh = self._ends if tied else self.every
+        if self._divided is not None and is_dtensor(value) and "ep" in (value.device_mesh.mesh_dim_names or ()):
+            names = self._divided.mesh_dim_names
+            mesh = cast(Any, self._divided)[names[1:]] if names else None
         return value if mesh is None else over_axes(value, mesh)
 
 

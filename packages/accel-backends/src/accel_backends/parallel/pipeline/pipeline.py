@@ -17,7 +17,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 from accel_backends.parallel.pipeline.faults import Faults, FaultTolerantStage
 from accel_backends.parallel.pipeline.schedules import ScheduleKind
 from accel_backends.parallel.pipeline.stages import Feed, Stage
-from accel_backends.private import answer_shape_messages
+from accel_backends.private import answer_shape_messages, leave_out_backwards
 from accel_state.collectives.group_argument import is_fake
 
 _FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F"})
@@ -130,16 +130,9 @@ class Pipeline:
             scale_grads=False,
         )
         if several and not backward:
-            _leave_out_backwards(schedule)
+            leave_out_backwards(schedule, _FORWARD)
         self._schedules[backward] = key, schedule
         return schedule
-
-
-def _leave_out_backwards(schedule: Any) -> None:
-    """Leaves the forwards of a schedule; torch computes no backward without a loss, but stages on a V look for one."""
-    orders = schedule.pipeline_order_with_comms
-    for rank, actions in orders.items():
-        orders[rank] = [one for one in actions if one.computation_type.name in _FORWARD]
 
 
 def _as_computed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
