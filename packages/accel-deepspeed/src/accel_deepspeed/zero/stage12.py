@@ -84,11 +84,15 @@ class PartitionedGradients(Gradients):
             self.optimizer.averaged_gradients[index] = None
 
     def _write_back(self) -> None:
-        """Copies changed settled gradients back to the accumulation buffers in host memory."""
-        for parameter, part in self.on_host():
-            key = self.optimizer.get_param_id(parameter)
-            _, start, _, size = self.optimizer.grad_position[key]
-            self.optimizer.accumulated_grads_in_cpu[key].view(-1).narrow(0, int(start), int(size)).copy_(part)
+        """Copies changed settled gradients back to the buffers to which later backwards add."""
+        optimizer = self.optimizer
+        for parameter, values in self.on_host():
+            part, index = self._partitions.part(parameter), self._partitions.group_of(parameter)
+            if self._has_buffer(index):
+                buffer, start = optimizer.averaged_gradients[index].flat_partition, part.offset
+            else:
+                buffer, start = optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)], part.start
+            buffer.view(-1).narrow(0, start, part.size).copy_(values)
 
     def pending(self) -> Iterable[torch.Tensor]:
         """Returns the gradients kept aside, and those accumulated since."""
