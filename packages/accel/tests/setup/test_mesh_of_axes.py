@@ -141,6 +141,7 @@ SLOW = ("cp2", "sp2", "sp2 replicas2", "sp2 tp2", "sp4")
 """Layouts that default tests cover elsewhere, or in another product of the same axes."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "degrees",
     [pytest.param(LAYOUTS[name], id=name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
@@ -287,6 +288,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_a_run_resumes_in_mid_window_at_other_degrees(
     rank_pool: RankPool, expected: dict[str, Any], tmp_path: Path, first: str, second: str
