@@ -119,6 +119,11 @@ def test_norms_of_another_deepspeed_are_measured_group_by_group(offload):
     assert private.measured_norms(optimizer) == (expected, None)
 
 
+def test_a_window_is_not_resumed_by_another_deepspeed():
+    with pytest.raises(BackendError, match=r"window can be resumed; install deepspeed 0\.19\.8"):
+        private.partition_slice(SimpleNamespace(), 0, 0, 0, 1)
+
+
 def test_norms_are_the_same_one_by_one(monkeypatch):
     tensors = [torch.arange(6.0).view(2, 3) - 2, torch.tensor([-7.0])]
     together = private.norms_of(tensors, 3.0, torch.float32)

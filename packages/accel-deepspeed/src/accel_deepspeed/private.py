@@ -195,8 +195,17 @@ def partition_slice(optimizer: Any, index: int, key: int, rank: int, size: int) 
     """Returns a parameter's slice of the buffer in which a group of stage 1 or 2 accumulates its partition in fp32.
 
     By ``_get_compact_grad_partition_slice``, which makes the buffer if there is none.
+
+    Raises:
+        BackendError: this DeepSpeed does not have it.
     """
-    found: torch.Tensor = optimizer._get_compact_grad_partition_slice(index, rank, key, size)
+    get = getattr(optimizer, "_get_compact_grad_partition_slice", None)
+    if get is None:
+        raise BackendError(
+            "this DeepSpeed accumulates partitions in another way, so that no accumulation window can be resumed; "
+            f"install deepspeed {VERSION}; nearest: a checkpoint after an optimizer step"
+        )
+    found: torch.Tensor = get(index, rank, key, size)
     return found
 
 
