@@ -11,8 +11,8 @@ from accel_planner.cost.transformer_shape import TransformerShape
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
 """Axes of the mesh, outermost first."""
 
-# Axes that one backend applies together: the sharding backend, and the pipeline backend (ADR 20 to 23). Sequences that are
-# sharded inside of stages are left out: without a latency of collectives, their short ones would look free.
+# Axes that one backend applies together: the sharding backend, and the pipeline backend (ADR 20 to 23). Pipelines with
+# shards of sequences or experts are left out: without a latency of collectives, short sequences would look free.
 _TOGETHER = (
     frozenset({"dp_replicate", "dp_shard", "ep", "cp", "tp"}),
     frozenset({"dp_replicate", "dp_shard", "ep", "sp", "tp"}),
