@@ -1,6 +1,6 @@
 """The prepared model: a call runs Megatron-LM's schedule, and the backward of its loss adds the gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -36,6 +36,7 @@ class MegatronEngine(nn.Module):
 
     Attributes:
         in_16_bits: whether the model computes in bf16 or fp16.
+        load_masters: replaces master weights of the optimizer; None without one.
     """
 
     chunk: Any
@@ -59,6 +60,7 @@ class MegatronEngine(nn.Module):
         self.__dict__.update(source=source, config=getattr(source, "config", None))
         self.kept = dict(kept or {})
         self._loss_scale = loss_scale
+        self.load_masters: Callable[[Mapping[str, torch.Tensor]], None] | None = None
         self.in_16_bits = bool(self.chunk.config.params_dtype != torch.float32)
         self.gradients = WindowGradients(chunk)
 
@@ -105,13 +107,15 @@ class MegatronEngine(nn.Module):
         return {name: p.detach() for name, p in bare(self.chunk).named_parameters()} | self.kept
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replaces this rank's weights by the given values; master weights that an optimizer has stay."""
+        """Replaces this rank's weights by the given values, master weights included."""
         own = dict(bare(self.chunk).named_parameters())
         with torch.no_grad():
             for name, value in weights.items():
                 own[name].copy_(value)
                 if name in self.kept:
-                    self.kept[name] = value.detach().clone()
+                    self.kept[name] = value.detach().float().clone()
+        if self.load_masters is not None:
+            self.load_masters(weights)
 
     def _train(self, batch: "TokenBatch", count: int) -> torch.Tensor:
         tokens = batch.num_tokens

@@ -52,6 +52,7 @@ class EngineOptimizer:
         self._rebind()
         self._megatron = self._wrapped()
         self._take_masters()
+        engine.load_masters = self.load_masters
 
     def _rebind(self) -> None:
         own = self.parameters

@@ -1,6 +1,6 @@
 """The prepared models of a backend, and their optimizers."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import final
 
 import torch
@@ -65,13 +65,6 @@ class MegatronEngines:
         """
         optimizer = self.optimizer_for(engine)
         return engine.weights() | ({} if optimizer is None else optimizer.masters())
-
-    def load_weights(self, engine: MegatronEngine, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replaces this rank's weights, master weights included."""
-        engine.load_weights(weights)
-        optimizer = self.optimizer_for(engine)
-        if optimizer is not None:
-            optimizer.load_masters(weights)
 
     def optimizer_of_all(self, parameters: Iterable[torch.Tensor]) -> EngineOptimizer:
         """Returns the optimizer of the engine whose trained parameters are all among ``parameters``.

@@ -62,7 +62,7 @@ class MegatronStates(ReplicatedStates):
                 f"state of another {kind}: {wrong[0]} is {tuple(state[wrong[0]].shape)} here and "
                 f"{tuple(known[wrong[0]])} in the model"
             )
-        self._engines.load_weights(engine, local_tensors(engine.architecture, state))
+        engine.load_weights(local_tensors(engine.architecture, state))
 
     def optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Returns states as full tensors by FQN, on every rank.

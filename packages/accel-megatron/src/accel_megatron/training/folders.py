@@ -1,0 +1,120 @@
+"""Folders of Megatron-LM's own distributed checkpoints (torch_dist): weights of prepared models, saved and loaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from accel_backends.ops.fqn import innermost
+from accel_megatron.private import without_writer_process
+from accel_megatron.training.engine import MegatronEngine
+from accel_megatron.training.stage import bare
+from accel_state.collectives.tensors import agree
+from accel_state.errors import BackendError, CheckpointError
+
+_LATEST, _FORMAT = "latest_checkpointed_iteration.txt", "metadata.json"
+
+
+def save_folder(model: nn.Module, folder: str | Path) -> None:
+    """Saves the weights of a prepared model as a folder of Megatron-LM's, for any degrees.
+
+    Weights have the dtype in which the model computes. States of optimizers are in accel's checkpoints only.
+
+    Collective: every rank of the group must call this.
+
+    Args:
+        model: what ``prepare`` returned.
+        folder: is created; must be empty or absent.
+
+    Raises:
+        BackendError: the model was not prepared with Megatron-LM.
+        CheckpointError: the folder has files, or cannot be written.
+    """
+    from megatron.core import dist_checkpointing
+
+    chunk = bare(_engine(model).chunk)
+    place, problem = Path(folder), None
+    if dist.get_rank() == 0:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            if any(place.iterdir()):
+                problem = CheckpointError(f"{place} has files already; name a folder that is empty or absent")
+        except OSError as error:
+            problem = CheckpointError(f"{place} cannot be created: {error.strerror}")
+    agree(problem)
+    with without_writer_process():
+        dist_checkpointing.save({"model": chunk.sharded_state_dict()}, str(place))
+
+
+def load_folder(model: nn.Module, folder: str | Path, *, trust_pickle: bool = False) -> None:
+    """Loads weights from a folder that Megatron-LM, or ``save_folder``, wrote with any degrees.
+
+    Master weights are replaced, too; states of optimizers stay.
+
+    Collective: every rank of the group must call this.
+
+    Args:
+        model: what ``prepare`` returned.
+        folder: one with ``metadata.json``, or one of a series, of which the latest iteration is loaded.
+        trust_pickle: has to be True, because torch reads the folder's index by unpickling, which runs its code.
+
+    Raises:
+        BackendError: the model was not prepared with Megatron-LM.
+        CheckpointError: ``trust_pickle`` is False, the folder is no such folder, or its tensors are those of another
+            model.
+    """
+    from megatron.core import dist_checkpointing
+
+    engine = _engine(model)
+    if not trust_pickle:
+        raise CheckpointError(
+            f"{folder}: the index of Megatron-LM's folders is a pickle, which runs code when it is read; if you trust "
+            "where it comes from: load_folder(..., trust_pickle=True)"
+        )
+    place, problem = latest(Path(folder)), None
+    if not (place / _FORMAT).is_file():
+        problem = CheckpointError(
+            f"{place} has no {_FORMAT}; expected a folder that Megatron-LM wrote with --ckpt-format torch_dist, or one "
+            f"with {_LATEST}"
+        )
+    agree(problem)
+    wanted = bare(engine.chunk).sharded_state_dict()
+    if engine.in_16_bits:
+        _widen(wanted)
+    loaded: dict[str, Any] = {}
+    try:
+        loaded = dist_checkpointing.load({"model": wanted}, str(place))["model"]
+    except (Exception, CheckpointException) as error:
+        first = next((one for one, _ in getattr(error, "failures", {}).values()), error)
+        problem = CheckpointError(f"{place} does not fit the model: {first}")
+    agree(problem)
+    engine.load_weights({name: loaded[name] for name, _ in bare(engine.chunk).named_parameters()})
+
+
+def latest(folder: Path) -> Path:
+    """Returns the folder of the latest iteration, if ``folder`` is one of Megatron-LM's series; otherwise itself."""
+    note = folder / _LATEST
+    if not note.is_file():
+        return folder
+    iteration = note.read_text().strip()
+    return folder / (f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration)
+
+
+def _widen(wanted: Mapping[str, Any]) -> None:
+    """Makes tensors to load fp32, so that master weights are not rounded."""
+    for one in wanted.values():
+        if isinstance(getattr(one, "data", None), torch.Tensor) and one.data.is_floating_point():
+            one.data = one.data.float()
+            if hasattr(one, "dtype"):
+                one.dtype = torch.float32
+
+
+def _engine(model: nn.Module) -> MegatronEngine:
+    found = innermost(model)
+    if not isinstance(found, MegatronEngine):
+        raise BackendError(f"{type(found).__name__} was not prepared with Megatron-LM; pass what prepare returned")
+    return found
