@@ -52,10 +52,10 @@ def schedule_kind(name: str, stages_per_rank: int | None) -> tuple[ScheduleKind,
     if name not in SCHEDULES:
         raise ConfigError(f"no pipeline schedule {name!r}; schedules: {', '.join(SCHEDULES)}")
     kind = SCHEDULES[name]
-    if kind.v_shaped and not hands_over_within_ranks(kind.made_by):
+    if kind.per_rank != 1 and not hands_over_within_ranks(kind.made_by):
         raise ConfigError(
-            f"schedule {name!r} needs torch 2.11, this is {torch.__version__}, where a rank with two neighbouring "
-            "stages sends messages to itself; nearest: schedule='interleaved_zero_bubble'"
+            f"schedule {name!r} needs torch 2.11, this is {torch.__version__}, whose ranks with several stages do "
+            "not hand over activations; nearest: schedule='1f1b'"
         )
     count = stages_per_rank or kind.per_rank or 2
     if count < 1 or (kind.per_rank is not None and count != kind.per_rank) or (kind.per_rank is None and count < 2):
