@@ -20,4 +20,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """Names the search dialog for screen readers."""
-    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+    return named(output)
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """The same for the page that a server shows where there is none."""
+    return named(output)
+
+
+def named(html: str) -> str:
+    """A page whose search dialog has a name."""
+    return html.replace('role="dialog"', 'role="dialog" aria-label="Search"')
