@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: generated pages of ``ci/site_pages.py``, and the name that the theme's search dialog lacks."""
+"""Hooks of mkdocs: generated pages of ``ci/site_pages.py``, names of docstrings, and the name of the search dialog."""
 
 import sys
 from pathlib import Path
@@ -16,6 +16,11 @@ def on_files(files: Files, config: Any) -> Files:
     for path, text in site_pages.pages().items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Shows names in docstrings as code, by their last part."""
+    return site_pages.without_roles(html)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
