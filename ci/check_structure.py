@@ -1,7 +1,7 @@
 """Structure of the sources: modules per folder, import cycles, imports between the rooms of each package.
 
-A folder of tests has the name of the folder of sources that it tests. Only the module of the Accelerator reads private
-attributes of an Accelerator.
+A folder of tests has the name of the folder of sources that it tests, or is ``conformance``: it runs programs of other
+libraries. Only the module of the Accelerator reads private attributes of an Accelerator.
 
 A room is a folder or a module at the top of a package; ``private.py`` is none, because all of them may import it. An
 arrow is a pair of rooms of which one imports the other at run time (imports under ``TYPE_CHECKING`` do not count). The
@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MAX_MODULES = 15
 FACADE = "accel.accelerator"
+CONFORMANCE = "conformance"
 # Floors and arrows between rooms, by package.
 LIMITS: Mapping[str, tuple[int, int]] = {
     "accel": (5, 31),
@@ -136,11 +137,11 @@ def floors(graph: Graph) -> int:
 
 
 def strangers(root: Path) -> Iterator[str]:
-    """Folders of tests that no folder of sources of the same package has."""
+    """Folders of tests that no folder of sources of the same package has, and that are not of conformance."""
     for tests in [*sorted(root.glob("packages/*/tests")), root / "testing" / "tests"]:
         package = next((path for path in sorted((tests.parent / "src").glob("*")) if path.is_dir()), None)
         for folder in sorted(path for path in tests.glob("*") if path.is_dir() and any(path.glob("test_*.py"))):
-            if package is None or not (package / folder.name).is_dir():
+            if folder.name != CONFORMANCE and (package is None or not (package / folder.name).is_dir()):
                 yield f"{folder.relative_to(root)}: the sources have no folder {folder.name!r}"
 
 

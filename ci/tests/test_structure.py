@@ -48,9 +48,9 @@ def test_cycles_are_found_and_share_a_floor() -> None:
 def test_a_folder_of_tests_without_sources_is_named(tmp_path: Path) -> None:
     package = tmp_path / "packages" / "one"
     (package / "src" / "one" / "room").mkdir(parents=True)
-    for folder in ("room", "attic", "data"):
+    for folder in ("room", "attic", "data", "conformance"):
         (package / "tests" / folder).mkdir(parents=True)
-    for folder in ("room", "attic"):
+    for folder in ("room", "attic", "conformance"):
         (package / "tests" / folder / "test_x.py").touch()
     (tmp_path / "testing" / "tests").mkdir(parents=True)
     assert list(strangers(tmp_path)) == ["packages/one/tests/attic: the sources have no folder 'attic'"]

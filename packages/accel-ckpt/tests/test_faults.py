@@ -96,6 +96,7 @@ def check_series(folder: Path, expected: set[int]) -> int:
     return number
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("overwrite", [False, True], ids=["series", "overwriting"])
 @pytest.mark.parametrize("stretch", range(4))
 def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path, stretch: int, overwrite: bool) -> None:

@@ -22,6 +22,7 @@ from accel_testing.faults.memory import peak_allocated
 HYBRID = "fsdp:4/dp_replicate=2/dp_shard=2"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "program"),
     [
@@ -57,6 +58,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_a_run_handed_from_strategy_to_strategy_is_the_uninterrupted_run(
     rank_pool: RankPool, tmp_path: Path, chain: list[str]
@@ -87,6 +89,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chain", WINDOWS, ids="-".join)
 def test_an_open_window_goes_on_in_another_strategy(
     rank_pool: RankPool, tmp_path: Path, chain: tuple[str, str]

@@ -222,6 +222,25 @@ def replaced_all_gathers(root: nn.Module, replace: Callable[[Any], Any]) -> Iter
             group._all_gather_comm = comm
 
 
+def repair_first_messages(stage: Any) -> None:
+    """Makes the first messages of a ``PipelineStage`` to its neighbours such that they arrive.
+
+    By ``_get_init_p2p_neighbors_ops``, which in torch 2.9 sends an int64 where a float32 is received, and before torch
+    2.13 sends a message from a rank to itself where two stages on a V are neighbours, which gloo refuses.
+    """
+    make = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if make is None:
+        return
+
+    def made() -> list[Any]:
+        ops = [op for op in make() if op.group_peer != stage.group_rank]
+        for op in ops:
+            op.tensor = torch.zeros(1, dtype=torch.float32, device=op.tensor.device)
+        return ops
+
+    stage._get_init_p2p_neighbors_ops = made
+
+
 def guard_shape_inference(stage: Any, guard: Callable[[Callable[[], Any], Sequence[torch.Tensor]], Any]) -> None:
     """Makes the backward by which a ``PipelineStage`` finds shapes, ``_compute_input_grads``, run in a guard.
 

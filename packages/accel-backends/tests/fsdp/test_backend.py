@@ -97,6 +97,7 @@ if Version(torch.__version__) >= Version("2.13"):  # refused before
     SHARDINGS["unused"] = {"find_unused_parameters": True}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options", list(SHARDINGS.values()), ids=list(SHARDINGS))
 def test_every_sharding_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
@@ -296,6 +297,7 @@ def fresh_pool() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("checkpointing", "regional"),
     [

@@ -280,6 +280,7 @@ def test_a_stream_is_read_once_over_any_chain_of_resumes(data, n):
     assert sorted(seen) == list(range(n))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1), (1, 2)])
 @pytest.mark.parametrize("dataset", [Numbers, Seekable])
 def test_workers_may_change_between_save_and_resume(before, after, dataset):

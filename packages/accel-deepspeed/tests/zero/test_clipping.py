@@ -138,6 +138,7 @@ def value_of_a_part(side: Side) -> list[torch.Tensor]:
     return [side.norm(side.layers(), math.inf)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("clip", [norm_then_part, part_then_norm, norm_then_value, value_of_a_part])
 @pytest.mark.parametrize(("stage", "device"), PLACES)
 def test_clips_follow_each_other(

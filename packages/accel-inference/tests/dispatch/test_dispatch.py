@@ -161,6 +161,7 @@ def test_models_take_turns(three_layers):
     assert not hasattr(second, "_hf_hook")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [1, 3 * 256 * 256 * 4])
 def test_memory_stays_within_the_budget_and_two_blocks(budget, tmp_path):
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))

@@ -98,6 +98,7 @@ def check_resumes(folder: Path, before: int, *, accumulate: int, workers: int = 
     assert all(torch.equal(one, two) for one, two in zip(other.weights(), weights, strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("before", [0, 6, 7, 24])
 def test_one_process_resumes_bit_for_bit(tmp_path: Path, before: int, accumulate: int) -> None:
@@ -180,6 +181,7 @@ def pool():
         yield ranks
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [

@@ -85,6 +85,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after", "accumulated"), CHANGES)
 def test_training_goes_on_in_another_layout(
     rank_pool: RankPool, tmp_path: Any, before: str, after: str, accumulated: int

@@ -31,6 +31,7 @@ def test_two_stages_with_1f1b(rank, name):
     assert_trains_as_one_process(name, {"pp_size": 2}, {})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interleaved_zero_bubble", "zero_bubble_v"])
 def test_two_stages_or_more_with_other_schedules(rank, schedule):
@@ -57,6 +58,7 @@ PRODUCTS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("name", "degrees", "config"),

@@ -128,6 +128,11 @@ LAYOUTS: dict[str, Degrees] = {
     "sp2 replicas2": {"sp_size": 2, "dp_replicate_size": 2},
     "sp2 tp2": {"sp_size": 2, "tp_size": 2},
     "sp4": {"sp_size": 4},
+    "pp2 cp2": {"pp_size": 2, "cp_size": 2},
+    "pp2 sp2": {"pp_size": 2, "sp_size": 2},
+    "pp2 cp2 ring": {"pp_size": 2, "cp_size": 2, "cp_handler": TorchContextParallelConfig("alltoall")},
+    "pp2 cp2 tp2": {"pp_size": 2, "cp_size": 2, "tp_size": 2},
+    "pp2 sp2 replicas2": {"pp_size": 2, "sp_size": 2, "dp_replicate_size": 2},
 }
 
 
@@ -141,6 +146,7 @@ SLOW = ("cp2", "sp2", "sp2 replicas2", "sp2 tp2", "sp4")
 """Layouts that default tests cover elsewhere, or in another product of the same axes."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "degrees",
     [pytest.param(LAYOUTS[name], id=name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
@@ -151,7 +157,7 @@ def test_an_unchanged_loop_trains_as_one_process(
     ranks = ParallelismConfig(**degrees).total_size
     found = rank_pool.run(train, degrees, ranks=ranks)
     assert_same(found[0], expected)
-    assert found[0]["backend"] == "fsdp"
+    assert found[0]["backend"] == ("pipeline" if "pp_size" in degrees else "fsdp")
     for axis in ("tp", "cp", "sp"):
         if (size := degrees.get(f"{axis}_size")) is not None:
             assert f"{axis}={size}" in found[0]["explained"]
@@ -287,6 +293,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_a_run_resumes_in_mid_window_at_other_degrees(
     rank_pool: RankPool, expected: dict[str, Any], tmp_path: Path, first: str, second: str

@@ -133,9 +133,8 @@ class CompatAccelerator(
             plugins["fsdp_plugin"] = translate_fsdp(self.state.__dict__.get("fsdp_plugin"))
         elif self.num_processes == 1:
             strategy = "single"
-        elif self.ddp_handler is None:
-            strategy = "ddp"
         else:
+            strategy = "ddp"
             handlers.append(self.ddp_handler)
         parts = open_backend(
             precision=self.state.mixed_precision,
