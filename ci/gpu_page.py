@@ -57,7 +57,7 @@ def tables(results: Mapping[str, Any] | None) -> str:
         head = f"Measured on {results['date']} with {machine}."
     promises = ["| promise | on CPUs | on a GPU | section |", "| --- | --- | --- | --- |"]
     promises += [f"| {text} | {cpu} | {state_of(results, section)} | `{section}` |" for text, cpu, section in PROOFS]
-    goals = ["| measured on a GPU | goal | result | |", "| --- | --- | --- | --- |"]
+    goals = ["| measured on a GPU | goal | result | verdict |", "| --- | --- | --- | --- |"]
     for goal in GOALS:
         facts = {} if results is None else results["goals"].get(goal.name, {})
         verdict = NOT_RUN if results is None else facts.get("verdict", "not measured")

@@ -5,6 +5,7 @@ here needs mkdocs or torch.
 """
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [*sorted(ROOT.glob("packages/*/src")), ROOT / "testing" / "src"]
 API, COMMANDS, SETTINGS = "reference/api", "reference/command-line.md", "reference/settings.md"
 MIGRATION = "reference/migration.md"
+ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>(?:~[\w.]+\.(?=\w+</code>))?")
+"""What docstrings write before a name for Sphinx, with the path that a tilde hides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,11 @@ class Export:
     name: str
     module: str
     original: str
+
+
+def without_roles(html: str) -> str:
+    """A page whose names from docstrings are shown as code, without Sphinx's markup before them."""
+    return ROLE.sub("<code>", html)
 
 
 def stubs() -> dict[str, Path]:

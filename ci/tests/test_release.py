@@ -9,6 +9,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import accel
 from ci.check_wheels import projects
 from ci.release import ROOT, digests, git, release
 
@@ -34,13 +35,30 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
         release(tmp_path)
 
 
+CONDA_NAMES = {"torch": "pytorch", "zlib-ng": "python-zlib-ng"}
+"""conda-forge's names of what the public index names differently."""
+
+
 def test_the_conda_package_has_every_package_and_what_they_need() -> None:
-    recipe = yaml.safe_load((ROOT / "ci" / "conda" / "meta.yaml").read_text(encoding="utf-8"))
+    recipe = yaml.safe_load((ROOT / "ci" / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
     tables = [
         tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in ROOT.glob("packages/*/pyproject.toml")
     ]
-    assert set(recipe["test"]["imports"]) == {table["name"].replace("-", "_") for table in tables}
-    needed = {Requirement(text).name for table in tables for text in table["dependencies"]}
     own = {table["name"] for table in tables}
-    listed = {text.split()[0] for text in recipe["requirements"]["run"]}
-    assert listed == {"python", *(name.replace("torch", "pytorch") for name in needed - own)}
+    assert set(recipe["tests"][0]["python"]["imports"]) == {name.replace("-", "_") for name in own}
+    needed = {f"python {table['requires-python']}" for table in tables}
+    for requirement in (Requirement(text) for table in tables for text in table["dependencies"]):
+        if requirement.name not in own:
+            needed.add(f"{CONDA_NAMES.get(requirement.name, requirement.name)} {requirement.specifier}")
+    assert sorted(recipe["requirements"]["run"]) == sorted(needed)
+    scripts = [f"{name} = {target}" for table in tables for name, target in table.get("scripts", {}).items()]
+    assert recipe["build"]["python"]["entry_points"] == scripts
+    assert recipe["package"]["version"] == accel.__version__
+
+
+def test_the_image_copies_what_the_ignore_file_leaves() -> None:
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").split() if line.startswith("!")}
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = {line.split()[1].split("/")[0] for line in lines if line.startswith("COPY ") and "--from" not in line}
+    assert copied == sent
+    assert all((ROOT / folder).is_dir() for folder in copied)

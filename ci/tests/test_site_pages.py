@@ -5,7 +5,7 @@ import re
 import pytest
 
 from accel_launch.config import settings
-from ci.site_pages import ROOT, commands, exported, origin, pages, paths, public_names
+from ci.site_pages import ROOT, commands, exported, origin, pages, paths, public_names, without_roles
 
 MADE = pages()
 DENIAL = re.compile(
@@ -113,3 +113,16 @@ def test_no_page_denies_something_that_exists() -> None:
     ]
     found = {str(file.relative_to(ROOT)): denied_names(file.read_text(encoding="utf-8")) for file in files}
     assert {page: names for page, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (":func:<code>gather</code>", "<code>gather</code>"),
+        (":class:<code>~accel_state.errors.CollectiveError</code>", "<code>CollectiveError</code>"),
+        (":func:<code>accel_state.process.split</code>", "<code>accel_state.process.split</code>"),
+        ("a note:<code>x</code>", "a note:<code>x</code>"),
+    ],
+)
+def test_names_of_docstrings_are_shown_without_markup(written: str, shown: str) -> None:
+    assert without_roles(written) == shown

@@ -44,7 +44,7 @@ with Session.open(cpu=True) as session:
 
 def test_a_machine_without_deepspeed_is_told_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
-    assert "is not installed: install accel-backends[deepspeed]" in done.stdout
+    assert "is not installed: install accel-deepspeed[deepspeed]" in done.stdout
     assert "nearest without it: strategy='fsdp'" in done.stdout
 
 

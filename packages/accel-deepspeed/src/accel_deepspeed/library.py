@@ -22,7 +22,7 @@ from accel_state.errors import BackendError
 if TYPE_CHECKING:
     from accel_state.session import Session
 
-EXTRA = "accel-backends[deepspeed]"
+EXTRA = "accel-deepspeed[deepspeed]"
 # Inference op that DeepSpeed otherwise compiles whenever it opens its communication on CPUs.
 _SHM = "deepspeed_shm_comm"
 _STALE_AFTER = 600.0

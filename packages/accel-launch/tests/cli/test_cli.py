@@ -343,6 +343,11 @@ def test_lists_in_nested_facts_are_shown_without_brackets() -> None:
     assert outlined("config", facts) == ["config:", "  origins:", "    cpu: flag, --cpu", "  none: none"]
 
 
-@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
 def test_a_backend_without_its_library_is_listed_as_such() -> None:
-    assert "xla (torch_xla is not installed)" in accel("env").stdout
+    missing = {
+        f"{backend} ({library} is not installed)"
+        for backend, module, library in (("xla", "torch_xla", "torch_xla"), ("megatron", "megatron", "megatron-core"))
+        if find_spec(module) is None
+    }
+    listed = next(line for line in accel("env").stdout.splitlines() if line.startswith("backends: "))
+    assert missing == set(re.findall(r"(?:xla|megatron) \([\w-]+ is not installed\)", listed))

@@ -120,8 +120,12 @@ def _topology() -> str:
     return f"rank {place.rank} of {place.world_size}, node {place.node_rank} of {place.num_nodes}, by {place.launcher}"
 
 
-# Libraries that a listed backend additionally needs.
-_LIBRARIES = {"deepspeed": "deepspeed", "xla": "torch_xla"}
+# Libraries that a listed backend additionally needs: what is imported, and what is installed for it.
+_LIBRARIES = {
+    "deepspeed": ("deepspeed", "deepspeed"),
+    "megatron": ("megatron", "megatron-core"),
+    "xla": ("torch_xla", "torch_xla"),
+}
 
 
 def _backends() -> str:
@@ -131,8 +135,8 @@ def _backends() -> str:
 
 
 def _with_library(backend: str) -> str:
-    library = _LIBRARIES.get(backend)
-    missing = library is not None and find_spec(library) is None
+    module, library = _LIBRARIES.get(backend, (None, None))
+    missing = module is not None and find_spec(module) is None
     return f"{backend} ({library} is not installed)" if missing else backend
 
 

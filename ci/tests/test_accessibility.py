@@ -1,0 +1,26 @@
+"""The check of the site takes every page and the system's browser, unless told otherwise."""
+
+from pathlib import Path
+
+import pytest
+
+from ci.check_accessibility import browser_of, pages_of
+
+
+def test_all_pages_are_checked_or_those_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no pages; build them"):
+        pages_of(tmp_path, None)
+    (tmp_path / "guides").mkdir()
+    for name in ("index.html", "guides/data.html", "guides/data.md"):
+        (tmp_path / name).touch()
+    assert pages_of(tmp_path, None) == ["guides/data.html", "index.html"]
+    assert pages_of(tmp_path, ["index.html"]) == ["index.html"]
+    with pytest.raises(SystemExit, match=r"no page 'data\.html'"):
+        pages_of(tmp_path, ["data.html"])
+
+
+def test_the_browser_is_the_one_given_or_the_systems() -> None:
+    installed = {"chromium-browser": "/usr/bin/chromium-browser"}
+    assert browser_of("/opt/chrome", installed.get) == "/opt/chrome"
+    assert browser_of(None, installed.get) == "/usr/bin/chromium-browser"
+    assert browser_of(None, {}.get) is None
