@@ -1,4 +1,4 @@
-"""Order and selection of tests: the longest first; a tenth of the slow ones; a sample of those that run in ranks."""
+"""Order and selection of tests: the longest first; samples of heavy repetitions, slow tests and tests in ranks."""
 
 import os
 from datetime import date
@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Decides once, for the workers of xdist as well, which tenth is run: they may start on the next day."""
+    config.addinivalue_line("markers", "sampled(n): of the parameters of the test, all but n, drawn by name, are slow")
     config.option.slow_tenth = chosen_tenth(config.option.slow_tenth, date.today())
 
 
@@ -48,11 +49,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [] if tenth is None else [f"slow tests: tenth {tenth}; --slow-tenth={tenth} repeats it"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Selects what the options ask for, and moves the files above to the front.
 
-    All others stay in their order, so that fixtures are shared as before.
+    All others stay in their order, so that fixtures are shared as before. First of all hooks, because pytest's own
+    deselects by the marker ``slow``.
     """
+    mark_repetitions(items)
     if (tenth := config.option.slow_tenth) is not None:
         wanted = [item for item in items if item.get_closest_marker("slow") and draw(item) % 10 == int(tenth)]
         keep(config, items, wanted)
@@ -63,6 +67,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST)
         )
     )
+
+
+def mark_repetitions(items: list[pytest.Item]) -> None:
+    """Marks as slow the repetitions of tests marked ``sampled(n)``, but for n of each function's that are drawn."""
+    repeated = [item for item in items if item.get_closest_marker("sampled") and not item.get_closest_marker("slow")]
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in repeated:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for function in functions.values():
+        (size,) = function[0].get_closest_marker("sampled").args
+        for item in sorted(function, key=draw)[size:]:
+            item.add_marker(pytest.mark.slow)
 
 
 def chosen_tenth(value: str | None, day: date) -> str | None:

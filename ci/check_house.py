@@ -25,8 +25,6 @@ TRUSTED = ("packages/accel-compat/src/accel_compat/checkpoints/trusted_pickles.p
 LIVE_PICKLES = (("packages", "accel-data"), ("packages", "accel-state"), ("testing", "src"))
 PRIVATE = "private.py"
 TORCH_MODULE = re.compile(r"torch(\.\w+)+")
-# It computes with the attributes of DeepSpeed's objects in many places; its names are not in one module yet.
-SCATTERED = ("accel-deepspeed",)
 UNPICKLING = {("torch", "load"), ("pickle", "load"), ("pickle", "loads")}
 
 
@@ -159,9 +157,7 @@ if __name__ == "__main__":
     update = "--update" in sys.argv
     complaints = [text for path in sources() for text in size_complaints(path)]
     trees = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sources()}
-    complaints += private_complaints(
-        {path: tree for path, tree in trees.items() if not set(SCATTERED) & set(path.parts)}
-    )
+    complaints += private_complaints(trees)
     complaints += name_complaints(trees)
     complaints += api_complaints(update)
     print("\n".join(complaints) or "sizes and public names are as recorded")

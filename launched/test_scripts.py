@@ -1,10 +1,11 @@
-"""Every page and every example runs under both launchers, on two ranks, from the installed wheels."""
+"""Pages and examples on the installed wheels: Python under both launchers on two ranks, commands as they stand."""
 
 from pathlib import Path
 
 import pytest
 
 from accel_testing.ranks.launched_scripts import LAUNCHERS, launch_by
+from docs.tests.commands import ON_WHEELS, run_commands
 from docs.tests.pages import ON_CPU, ROOT, WITH_PYTHON, script_of
 
 EXAMPLES = {
@@ -23,6 +24,11 @@ def test_a_page_runs(page: str, launcher: str, tmp_path: Path) -> None:
     script = tmp_path / f"page_{Path(page).stem}.py"  # not the name of a library
     script.write_text(script_of(page), encoding="utf-8")
     launch_by(launcher, script, env=ON_CPU, cwd=tmp_path, timeout=240).check()
+
+
+@pytest.mark.parametrize("page", ON_WHEELS)
+def test_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+    run_commands(page, tmp_path)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

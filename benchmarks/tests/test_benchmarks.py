@@ -57,6 +57,7 @@ def test_every_benchmark_can_be_imported():
             assert callable(importlib.import_module(f"benchmarks.{name}").main)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RUNS])
 def test_a_quick_run_reports_finite_numbers(name, tmp_path):
     if name in ELSEWHERE:

@@ -1,4 +1,4 @@
-"""Selection of tests: a tenth of the slow ones, and samples of those that run in ranks."""
+"""Selection of tests: samples of heavy repetitions and of tests in ranks, and a tenth of the slow ones."""
 
 import os
 import shutil
@@ -15,6 +15,11 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(40))
 def test_slow(number): pass
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("kind", ["one", pytest.param("other", marks=pytest.mark.slow)])
+def test_repeated(kind, number): pass
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", range(40))
@@ -39,7 +44,9 @@ def collected(tmp_path: Path):
     def collect(*options: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", os.devnull, "--rootdir", ".", *options]
         command += ["--import-mode=importlib", "-p", "no:cacheprovider", "packages"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        # The plugins of the libraries around us import torch, which takes longer than all that is tested here.
+        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
         if done.returncode == pytest.ExitCode.USAGE_ERROR:
             raise ValueError(done.stderr)
         return [line for line in done.stdout.splitlines() if "::" in line]
@@ -51,7 +58,14 @@ def test_a_tenth_is_of_the_slow_tests_and_shares_none_with_another(collected) ->
     first, second, today = (collected(f"--slow-tenth={value}") for value in ("0", "9", "today"))
     assert first
     assert not {*first} & {*second}
-    assert all("test_slow[" in name for name in (*first, *second, *today))
+    chosen = {name.partition("[")[0].partition("::")[2] for name in (*first, *second, *today)}
+    assert chosen == {"test_slow", "test_repeated"}
+
+
+def test_all_repetitions_but_a_sample_are_slow(collected) -> None:
+    quick, slow = ([name for name in collected("-m", marker) if "repeated" in name] for marker in ("not slow", "slow"))
+    assert (len(quick), len(slow)) == (2 * 3, 2 * 17)
+    assert all("[one-" in name or "-one]" in name for name in quick)
 
 
 @pytest.mark.parametrize("value", ["12", ""])

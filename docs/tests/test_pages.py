@@ -4,7 +4,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,8 @@ import yaml
 
 from accel_testing.ranks.launched_scripts import run_command
 from ci.site_pages import paths
-from docs.tests.pages import FENCE, ON_CPU, PAGES, README, ROOT, WITH_PYTHON, Block, blocks_of, script_of, shown
-
-COMMANDS = ("accel", "python", "pytest")
+from docs.tests.commands import HERE, ON_WHEELS, RUN_BY_OTHERS, WITH_COMMANDS, commands_of, environment, run_commands
+from docs.tests.pages import FENCE, ON_CPU, PAGES, README, ROOT, WITH_PYTHON, script_of, shown
 
 
 def run_blocks(page: str) -> set[str]:
@@ -34,59 +33,6 @@ def bound_by(page: str) -> set[str]:
             elif isinstance(node, ast.Assign):
                 bound |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return bound
-
-
-def commands_of(page: str) -> list[Block]:
-    """Blocks to carry out in their order: files to write, and commands of ours."""
-    return [
-        block
-        for block in blocks_of(page)
-        if block.file or (block.language == "bash" and block.text.split()[0] in COMMANDS)
-    ]
-
-
-def environment(extra: Mapping[str, str] = ON_CPU) -> dict[str, str]:
-    """Our commands are those beside this Python."""
-    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]), **extra}
-
-
-# Other tests run the same commands; those of the other pages take one launch each.
-LONG = ("docs/guides/planner.md", "docs/guides/testing.md")
-WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in commands_of(page))]
-# What a page says that its commands print, in this order.
-SAID = {
-    "docs/get-started/first-script.md": (
-        "resumed in epoch 1 after 0 samples",
-        "SIGKILL",
-        "resumed in epoch 1 after 128 samples",
-        "done on 2 ranks",
-    ),
-    "docs/get-started/scaling.md": (
-        "8 optimizer steps of 32 samples on 1 ranks",
-        "8 optimizer steps of 32 samples on 2 ranks",
-    ),
-    "docs/tutorials/elastic.md": (
-        "3 ranks start at sample 0",
-        "4 steps of 24 samples",
-        "2 ranks start at sample 96",
-        "6 steps of 24 samples",
-    ),
-    "docs/tutorials/fsdp-planner.md": (
-        "->  fsdp:shard_grad_op",
-        "fsdp:shard_grad_op: it needs",
-        "2102272 of 4204544 parameters",
-    ),
-    "docs/tutorials/hang-report.md": (
-        "Collective",
-        "rank 0",
-        "hang.py:9",
-        "rank 1",
-        "hang.py:10",
-        "if accelerator.is_main_process:",
-    ),
-    "docs/tutorials/own-loop.md": ("rank 0 of 1 starts at sample 0", "of 2 starts at sample 48"),
-    "docs/tutorials/transformers.md": ("of 50", "resumed on 1 ranks in epoch 1", "of 50"),
-}
 
 
 @pytest.mark.parametrize(
@@ -111,23 +57,10 @@ def test_python_of_a_page_runs_on_an_accelerator(page: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in WITH_COMMANDS]
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in RUN_BY_OTHERS else ()) for page in HERE]
 )
 def test_commands_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
-    said = ""
-    for block in commands_of(page):
-        if block.file:
-            path = tmp_path / block.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text, encoding="utf-8")
-        else:
-            said += (
-                run_command(["bash", "-euc", block.text], cwd=tmp_path, env=environment(), timeout=240).check().output
-            )
-    rest = said
-    for line in SAID.get(page, ()):
-        _, found, rest = rest.partition(line)
-        assert found, f"{line!r} is not in its place of\n{said}"
+    run_commands(page, tmp_path)
 
 
 def train_script(folder: Path) -> Path:
@@ -178,7 +111,8 @@ def test_every_file_that_a_page_shows_is_used_by_a_command(page: str) -> None:
 
 def test_there_is_something_to_run() -> None:
     assert len(WITH_PYTHON) > 5
-    assert "docs/guides/launching.md" in WITH_COMMANDS
+    assert "docs/get-started/first-script.md" in HERE
+    assert {*ON_WHEELS} < {*WITH_COMMANDS}
 
 
 MARKDOWN = sorted(

@@ -74,6 +74,7 @@ def test_target_that_cannot_be_read_is_refused(target: str, words: str) -> None:
         run_check(target)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

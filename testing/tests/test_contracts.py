@@ -38,6 +38,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(case, layout, id=f"{case.name}-{layout.partition('/')[0]}", marks=marks)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.fault
 @pytest.mark.parametrize(("case", "layout"), list(cells()))
 def test_a_contract_is_kept(rank_pool: RankPool, case: Case, layout: str) -> None:

@@ -103,6 +103,7 @@ def broken_on_rank_1(driver: Driver, model: nn.Module, *, failure: str) -> nn.Mo
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("train", "expected"),
     [

@@ -90,11 +90,13 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_equal_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(full, [layout], pool=rank_pool)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["ddp:2", "ddp:2/acc=2", "ddp:2/acc=3/weighted", "ddp:4/acc=2/weighted"])
 def test_losses_per_token_equal_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(language, [layout], pool=rank_pool)

@@ -48,6 +48,7 @@ def cases() -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", cases())
 def test_layout_equals_one_process(rank_pool: RankPool, layout: str) -> None:
     if "fp8" in layout:

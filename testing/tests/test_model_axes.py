@@ -55,6 +55,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("program", "layout"),
     [
@@ -219,6 +220,7 @@ def halved_gradients_of_shards() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mutation", "program", "layout", "words"),
     [

@@ -230,6 +230,7 @@ def test_no_ranks_are_refused() -> None:
         RankPool(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kill", "options", "processes"),
     [

@@ -153,6 +153,26 @@ def test_a_torch_without_calls_of_units_is_named():
         private.reduce_unit_gradients([Unit(_fsdp_param_groups=[SimpleNamespace(post_backward=print)])])
 
 
+def test_first_messages_of_stages_are_as_long_as_expected_and_for_other_ranks():
+    device = torch.device("cpu")
+    ops = [SimpleNamespace(group_peer=peer, tensor=torch.tensor(3, device=device)) for peer in (0, 1, 2)]
+    stage = SimpleNamespace(group_rank=1, _get_init_p2p_neighbors_ops=lambda: ops)
+    private.repair_first_messages(stage)
+    found = stage._get_init_p2p_neighbors_ops()
+    assert [op.group_peer for op in found] == [0, 2]
+    assert all(op.tensor.dtype is torch.float32 and op.tensor.numel() == 1 for op in found)
+
+
+def test_schedules_without_backwards_keep_their_steps_in_torch_before_and_since_2_10():
+    forward, backward = (SimpleNamespace(computation_type=SimpleNamespace(name=name)) for name in ("FORWARD", "SEND_B"))
+    new = SimpleNamespace(pipeline_order_with_comms={0: [forward, backward]})
+    old = SimpleNamespace(pipeline_order={0: [None, forward, backward]})
+    private.leave_out_backwards(new, {"FORWARD"})
+    private.leave_out_backwards(old, {"FORWARD"})
+    assert new.pipeline_order_with_comms[0] == [forward]
+    assert old.pipeline_order[0] == [None, forward, None]
+
+
 def test_ddp_finds_the_parameters_that_it_leaves_out():
     model = nn.Linear(2, 2)
     private.leave_out_of_ddp(model, ["weight"])

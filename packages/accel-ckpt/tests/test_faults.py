@@ -96,9 +96,12 @@ def check_series(folder: Path, expected: set[int]) -> int:
     return number
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("overwrite", [False, True], ids=["series", "overwriting"])
 @pytest.mark.parametrize("stretch", range(4))
-def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path, stretch: int, overwrite: bool) -> None:
+def test_a_writer_killed_at_any_call_leaves_a_complete_checkpoint(
+    tmp_path: Path, stretch: int, overwrite: bool
+) -> None:
     before, after = state(1), state(2)
     for call in range(1 + stretch, 200, 4):
         folder = tmp_path / str(call)

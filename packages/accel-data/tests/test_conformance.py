@@ -303,10 +303,10 @@ PROMISED = [cell for cell in CELLS if not any(row.holds(cell) for row in NOT_PRO
 
 
 def in_sample(cell: Cell) -> bool:
-    """Half of the kinds and events, each with some workers and ranks."""
-    number = list(KINDS).index(cell.kind) * len(NAMES) + NAMES.index(cell.event)
-    turn, odd = divmod(number, 2)
-    return not odd and cell.workers == WORKERS[turn % 4] and cell.ranks == RANKS[turn // 2 % 3]
+    """A third of the kinds and events, each with some workers and ranks."""
+    kind, event = list(KINDS).index(cell.kind), NAMES.index(cell.event)
+    turn = (kind * len(NAMES) + event) // 3
+    return (kind + event) % 3 == 0 and cell.workers == WORKERS[turn % 4] and cell.ranks == RANKS[turn // 2 % 3]
 
 
 def marked(cell: Cell) -> Any:

@@ -79,6 +79,7 @@ def test_what_the_user_has_split_is_left_alone():
         prepared(split_dataset_by_node(stream(), rank=0, world_size=2), 0, 2, options=options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_same_ranks_seek_with_the_datasets_own_state(workers, steps):
@@ -140,6 +141,7 @@ def test_each_epoch_of_a_shuffled_stream_has_its_order_and_a_buffer_is_not_lost(
     assert flat(listed(resumed)) == second
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_our_shuffle_buffer_seeks_where_theirs_is_read_again(ranks, workers):

@@ -251,6 +251,7 @@ class Holder:
         next(self.iterator)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kwargs", [{"shuffle": True}, {"sampler": range(16)}, {"num_workers": 1}])
 def test_a_loader_in_flight_is_freed_at_once(kwargs):
     watching = Watching()
@@ -530,6 +531,17 @@ def test_a_worker_that_dies_is_an_error_and_the_position_is_where_it_was():
     done = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, timeout=60)
     assert re.match(r"(DataError 1 of the DataLoader's 1 workers died|RuntimeError .*exited unexpectedly)", done.stdout)
     assert int(done.stdout.split("POSITION")[1]) in (0, 4, 8)
+
+
+def test_a_death_that_torch_alone_has_seen_is_an_error_of_the_data():
+    class Told(DataLoader):
+        def __iter__(self):
+            yield from (batch for _, batch in zip(range(2), super().__iter__(), strict=False))
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    loader = prepare_loader(Told(Squares(), batch_size=4), ALONE)
+    with pytest.raises(DataError, match=r"one of the DataLoader's workers died \(.*pid 7.*until then: 4 samples"):
+        list(loader)
 
 
 class Failing(Squares):

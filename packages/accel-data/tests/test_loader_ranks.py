@@ -405,6 +405,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("wait", "end", "raised"),

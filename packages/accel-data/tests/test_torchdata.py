@@ -67,6 +67,7 @@ def test_the_option_gives_a_loader_of_torchdatas_class_and_the_same_batches():
     assert listed(loader) == listed(StatefulDataLoader(Walk(7), batch_size=2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [0, 2, 3])
 def test_a_state_after_some_batches_goes_on_with_the_next_as_torchdatas_own_does(workers, steps):
@@ -96,6 +97,7 @@ def test_no_worker_outlives_a_pass_unless_it_is_meant_to(persistent):
     assert listed(loader) == first
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_map_style_data_in_a_stateful_loader_has_an_order_and_resumes_on_other_ranks(workers, shuffle):

@@ -7,7 +7,7 @@ kernels.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -46,10 +46,26 @@ class _OnCPU(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Returns numbers of tokens as they are once the host has them: megatron-core leaves those of the CPU alone."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+class _Stream:
+    """A CUDA stream, of which the CPU has one: what is submitted to it has been computed."""
+
+    def wait_stream(self, *other: Any) -> "_Stream":
+        """Returns at once; stands for an event, too."""
+        return self
+
+    synchronize = record_event = wait_event = wait_stream
+
+
 @contextmanager
 def cuda_on_cpu() -> Iterator[None]:
     """Context in which megatron-core runs on the CPU."""
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     def nothing(*args: Any, **options: Any) -> None:
         return None
@@ -61,6 +77,9 @@ def cuda_on_cpu() -> Iterator[None]:
         "get_rng_state": lambda *args, **options: torch.get_rng_state(),
         "set_rng_state": lambda state, *args, **options: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,
+        "Stream": _Stream,
+        "current_stream": _Stream,
+        "stream": nullcontext,
     }
     with ExitStack() as stack:
         for name, function in replaced.items():
@@ -70,5 +89,6 @@ def cuda_on_cpu() -> Iterator[None]:
         stack.enter_context(
             patch.object(random, "_set_cuda_rng_state", lambda state, *args, **options: torch.set_rng_state(state))
         )
+        stack.enter_context(patch.object(dispatcher, "maybe_move_tensor_to_cpu", _on_host))
         stack.enter_context(_OnCPU())
         yield

@@ -9,12 +9,21 @@ from torch import nn
 
 from accel import Accelerator
 from accel_megatron import MegatronLMPlugin
+from accel_precision.autocast import autocast_module
+from accel_precision.policy import PrecisionPolicy
 
 VOCABULARY, LENGTH, STEPS = 64, 12, 3
 
 
 def make_model(kind: str) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
 
     torch.manual_seed(0)
     if kind == "gpt2":
@@ -31,17 +40,19 @@ def make_model(kind: str) -> nn.Module:
         )
         model: nn.Module = GPT2LMHeadModel(config)
     else:
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            tie_word_embeddings=kind == "llama tied",
-        )
-        model = LlamaForCausalLM(config)
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+        }
+        if kind == "mixtral":
+            model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=kind == "llama tied"))
     with torch.no_grad():  # biases and norms start as constants, which would hide a permutation
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -62,11 +73,14 @@ def accelerator(**options: Any) -> Iterator[Any]:
     from cuda_on_cpu import cuda_on_cpu
 
     steps = options.pop("gradient_accumulation_steps", 1)
+    precision, handlers = options.pop("mixed_precision", None), options.pop("kwargs_handlers", None)
     with cuda_on_cpu():
         one = Accelerator(
             cpu=True,
             strategy=MegatronLMPlugin(**{"gradient_clipping": 0, **options}),
             gradient_accumulation_steps=steps,
+            mixed_precision=precision,
+            kwargs_handlers=handlers,
         )
         try:
             yield one
@@ -80,16 +94,25 @@ def optimizer_of(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plain = [p for p in model.parameters() if p.dim() < 2]
     decayed = [p for p in model.parameters() if p.dim() >= 2]
-    # Without such an epsilon AdamW divides gradients that are zero but for rounding by their size.
+    # With a small epsilon AdamW divides gradients that are zero but for rounding by their size. Gradients of 16-bit
+    # weights differ by more ("smooth").
+    rate, eps = (0.1, 1.0) if kind == "smooth" else (1e-2, 1e-3)
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, eps=1e-3
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=rate, eps=eps
     )
 
 
 def reference(
-    model: nn.Module, replicas: int, *, kind: str = "adamw", accumulation: int = 1, clip: float | None = None
+    model: nn.Module,
+    replicas: int,
+    *,
+    kind: str = "adamw",
+    accumulation: int = 1,
+    clip: float | None = None,
+    precision: str = "no",
 ) -> list[float]:
     """Trains in one process on the samples of all data-parallel ranks; returns the losses of replica 0."""
+    model = autocast_module(model, PrecisionPolicy.parse(precision), "cpu")
     optimizer = optimizer_of(model, kind)
     losses = []
     for step in range(STEPS):

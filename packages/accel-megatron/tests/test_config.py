@@ -49,7 +49,7 @@ def facts(world, **degrees):
     from accel_state import Device, Topology
     from accel_state.parallelism.config import MESH_AXES, ParallelismConfig
 
-    given = frozenset(name.removesuffix("_size") for name in degrees)
+    given = frozenset(name.removesuffix("_size") for name in degrees if name.endswith("_size"))
     topology = Topology.from_env({"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"})
     return StrategyFacts(topology, Device("cpu"), ParallelismConfig(**degrees), frozenset(MESH_AXES) - given)
 
@@ -61,6 +61,33 @@ def test_degrees_come_from_either_place_and_replicas_are_the_rest():
         assert (found.config.tp_degree, found.config.pp_degree) == (2, 2)
         assert [found.parallelism.size(axis) for axis in ("tp", "pp")] == [2, 2]
         assert found.parallelism.data_parallel_size == 2
+
+
+def test_experts_are_divided_among_data_parallel_ranks():
+    found = MegatronLMPlugin(expert_model_parallel_size=2).resolve(facts(4))
+    assert (found.parallelism.size("ep"), found.parallelism.size("dp_replicate")) == (2, 2)
+    assert MegatronLMPlugin().resolve(facts(4, ep_size=4)).config.expert_model_parallel_size == 4
+    with pytest.raises(ConfigError, match="nearest: tp_degree=1"):
+        MegatronLMPlugin(tp_degree=2).resolve(facts(4, tp_size=2, ep_size=2))
+    with pytest.raises(ConfigError, match="nearest: use_distributed_optimizer=False"):
+        MegatronLMPlugin(expert_model_parallel_size=2, use_distributed_optimizer=True).resolve(facts(2))
+
+
+def test_context_parallelism_is_refused_with_the_strategy_that_has_it():
+    from accel_backends.core.select import check_axes
+
+    with pytest.raises(ConfigError, match="cp_size=2: backend 'megatron' cannot do that; nearest: strategy='fsdp'"):
+        check_axes("megatron", MegatronLMPlugin(), facts(2, cp_size=2).parallelism)
+    with pytest.raises(ConfigError, match="context parallelism needs Transformer Engine"):
+        MegatronLMPlugin(context_parallel_size=2)
+
+
+def test_experts_drop_no_choice():
+    from accel_state.parallelism.axis_options import ExpertParallelConfig
+
+    given = facts(2, ep_size=2, ep_handler=ExpertParallelConfig(capacity_factor=1.25))
+    with pytest.raises(ConfigError, match=r"capacity_factor=1\.25: .*nearest: None"):
+        MegatronLMPlugin().resolve(given)
 
 
 def test_degrees_that_contradict_each_other_are_refused():

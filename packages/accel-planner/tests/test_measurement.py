@@ -33,6 +33,7 @@ def check(shape: str, strategy: str, ranks: int, **options: str) -> None:
     assert abs(off["peak"]) <= 15, off
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("shape", "strategy", "precision", "optimizer"),

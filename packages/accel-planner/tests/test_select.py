@@ -8,6 +8,7 @@ from accel_planner import Candidate, Hardware, MemoryPlan, PlanError, choose, ra
 from accel_planner.cost.communication import Traffic
 from accel_planner.cost.model import Parts
 from accel_planner.select import fits, usable
+from accel_state.errors import ConfigError
 
 GB = 10**9
 
@@ -19,6 +20,12 @@ def made(name: str, peak: int, seconds: float, memory: int = 100, host: int = 0)
 
 
 sizes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 50)), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("margin", [1, -0.1])
+def test_a_margin_that_is_no_fraction_is_refused(margin: float) -> None:
+    with pytest.raises(ConfigError, match=f"margin is {margin}; expected a fraction from 0 and below 1"):
+        choose([made("ddp", GB, 1)], 80 * GB, margin)
 
 
 @given(sizes, st.integers(1, 400), st.sampled_from([0.0, 0.1, 0.5]))

@@ -89,7 +89,8 @@ def test_the_proposal_fits_and_its_degrees_multiply_to_the_world_size(name: str,
     fitting = [plan for plan in plans if plan.peak <= 0.9 * hardware.memory]
     assert proposal.plan.seconds <= TIE * fitting[0].seconds
     explained = {reason.partition("=")[0] for reason in proposal.reasons[1:]}
-    assert explained == {axis for axis in degrees.active if axis != "dp_replicate"}
+    together = {"sync_each_batch"} if proposal.plan.sync_each_batch else set()
+    assert explained == {axis for axis in degrees.active if axis != "dp_replicate"} | together
 
 
 @pytest.mark.parametrize(("name", "nodes"), FITTING)
@@ -125,8 +126,9 @@ def test_more_memory_never_makes_the_proposal_slower_and_more_shards_never_take_
     assert held[0] == pytest.approx(64 * held[-1], rel=1e-6)
 
 
-def plan(name: str = "70b", *, checkpointing: bool = False, **degrees: int) -> AxisPlan:
-    return plan_degrees(shape(name), h100s(8), AxisDegrees(**degrees), BATCH, checkpointing=checkpointing)
+def plan(name: str = "70b", *, checkpointing: bool = False, sync: bool = False, **degrees: int) -> AxisPlan:
+    found = AxisDegrees(**degrees)
+    return plan_degrees(shape(name), h100s(8), found, BATCH, checkpointing=checkpointing, sync_each_batch=sync)
 
 
 def test_each_axis_takes_its_part_of_the_memory() -> None:
@@ -134,7 +136,8 @@ def test_each_axis_takes_its_part_of_the_memory() -> None:
     assert whole.parameters == 4 * shape("70b").numel
     assert plan(dp_replicate=8, tp=8).parameters == pytest.approx(whole.parameters / 8, rel=0.001)
     assert plan(dp_replicate=8, pp=8).parameters == pytest.approx(whole.parameters / 8, rel=0.1)  # the head is on one
-    assert plan(dp_replicate=8, cp=8).activations == pytest.approx(whole.activations / 8, rel=0.01)
+    for axis in ("cp", "sp"):
+        assert plan(dp_replicate=8, **{axis: 8}).activations == pytest.approx(whole.activations / 8, rel=0.01)
     assert plan(dp_replicate=64, checkpointing=True).activations < whole.activations / 3
     experts = plan("8x7b", dp_replicate=8, ep=8)
     assert experts.parameters == pytest.approx(4 * shape("8x7b").numel / 8, rel=0.001)
@@ -192,6 +195,44 @@ def test_gradients_of_an_accumulation_window_are_full_until_its_end(degrees: dic
     closed = plan_degrees(shape("70b"), h100s(8), found, one, checkpointing=False)
     opened = plan_degrees(shape("70b"), h100s(8), found, BATCH, checkpointing=False)
     assert opened.communication - closed.communication == pytest.approx(4 * shape("70b").numel / found.tp, rel=1e-3)
+
+
+def test_gradients_that_are_reduced_in_each_micro_batch_take_no_memory_and_are_sent_as_often() -> None:
+    degrees = {"dp_replicate": 2, "dp_shard": 32}
+    at_end, each = plan(**degrees), plan(**degrees, sync=True)
+    count = BATCH.micro_batches(at_end.degrees)
+    assert at_end.communication - each.communication == 4 * shape("70b").numel
+    assert each.name == f"{at_end.name}+sync"
+    numel = at_end.parameters // 4
+    assert each.remote["dp_shard"] - at_end.remote["dp_shard"] == (count - 1) * 4 * numel * 31
+    assert each.remote["dp_replicate"] == count * at_end.remote["dp_replicate"]
+    plans = plan_axes(shape("70b"), h100s(8), BATCH)
+    assert {found.degrees for found in plans if found.sync_each_batch} == {
+        found.degrees for found in plans if found.degrees.pp == 1 and found.degrees.shards > 1
+    } - {found.degrees for found in plans if BATCH.micro_batches(found.degrees) == 1}
+
+
+def test_where_full_gradients_of_a_window_do_not_fit_they_are_reduced_in_each_micro_batch() -> None:
+    hardware = h100s(64)
+    proposal = propose_axes(plan_axes(shape("70b"), hardware, BATCH), hardware)
+    assert (proposal.plan.degrees.active, proposal.plan.sync_each_batch) == (("dp_shard",), True)
+    assert "GradientAccumulationPlugin" in proposal.reasons[-1]
+
+
+def test_sequence_parallel_ranks_exchange_heads_and_repeat_those_of_keys() -> None:
+    few, many = plan(dp_replicate=8, sp=8), plan(dp_replicate=4, sp=16)
+    tokens = 8192 // 16
+    # 64 heads of queries and outputs, and 8 of keys and values, of which each of 16 ranks needs one: 16.
+    elements = tokens * (2 * 64 + 2 * 16) * 128 * 15 // 16
+    assert many.remote["sp"] == 80 * BATCH.micro_batches(many.degrees) * 2 * elements * 2
+    assert set(few.local) == {"sp", "dp_shard"}  # parameters are sharded over the same ranks
+    found = axis_degrees(shape("70b"), h100s(8), global_batch=4096, micro_batch=1, length=8192)
+    both = [(degrees.cp, degrees.sp, degrees.tp) for degrees in found]
+    assert all(cp == 1 or sp == 1 for cp, sp, _ in both)
+    assert all(64 % (sp * tp) == 0 for _, sp, tp in both)
+    assert {sp for _, sp, _ in both} == {1, 2, 4, 8, 16, 32, 64}
+    odd = axis_degrees(shape("70b"), h100s(8), global_batch=4096, micro_batch=1, length=8191)
+    assert {(degrees.cp, degrees.sp) for degrees in odd} == {(1, size) for size in (1, 2, 4, 8, 16, 32, 64)}
 
 
 def test_shards_over_the_ranks_of_a_node_share_its_link_with_tensor_parallel_groups_alone() -> None:

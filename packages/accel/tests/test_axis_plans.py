@@ -42,6 +42,7 @@ def held(degrees: dict[str, int], experts: bool) -> tuple[int, int, int]:
         {"tp": 2},
         {"pp": 2},
         {"ep": 2},
+        pytest.param({"sp": 2}, marks=pytest.mark.slow),
         pytest.param({"tp": 2, "dp_shard": 2}, marks=pytest.mark.slow),
         pytest.param({"cp": 2, "dp_shard": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
@@ -49,6 +50,7 @@ def held(degrees: dict[str, int], experts: bool) -> tuple[int, int, int]:
         pytest.param({"ep": 2, "dp_shard": 2}, marks=pytest.mark.slow),
         pytest.param({"ep": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param({"ep": 2, "cp": 2}, marks=pytest.mark.slow),
+        pytest.param({"ep": 2, "sp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from accel_testing.ranks.launched_scripts import run_command
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "program"),
     [
@@ -91,6 +92,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_a_run_continues_in_any_stage_world_size_and_backend(
     rank_pool: RankPool, tmp_path: Path, chain: list[str]
@@ -133,6 +135,7 @@ def test_training_with_the_optimizer_on_the_host_equals_one_process(rank_pool: R
     assert_equivalent(adamw_program, [layout], pool=rank_pool)
 
 
+@pytest.mark.sampled(1)
 @needs_cpu_adam
 @pytest.mark.parametrize(
     "chain",

@@ -190,6 +190,7 @@ def test_hpz_of_zero_plus_plus_trains_as_one_process(rank_pool: RankPool, layout
     assert_equivalent(adamw_program, [f"{layout}/hf_ds_config={options}"], pool=rank_pool)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_gradients_travel_in_the_type_that_is_asked_for(rank_pool: RankPool, stage: int) -> None:
     """In 16 bits they are as far from one process as those bits allow, and no farther."""

@@ -140,6 +140,7 @@ def test_a_run_of_deepspeed_goes_on_here(rank_pool: RankPool, tmp_path: Path, st
     assert_close_state(state, read_folder(folder).model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stage", "ranks", "layout"),
     [

@@ -41,6 +41,7 @@ def fp16_on_the_cpu() -> Iterator[None]:
         CPU_Accelerator.is_fp16_supported = before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "layout",
     [

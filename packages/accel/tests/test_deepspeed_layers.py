@@ -153,6 +153,7 @@ def whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]
     return accelerator.backend.states.full_model(model, main_only=False)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 4], ids=["tp 2", "tp 2 x dp 2"])
 def test_ranks_that_share_layers_train_as_one_process(rank_pool: RankPool, ranks: int, stage: int) -> None:
@@ -181,6 +182,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("chain", "accumulate"),
     [
@@ -211,6 +213,7 @@ def language_in_parts() -> Program:
     return program
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["ds1:2/fp32/acc=3/weighted/tp=2", "ds3:2/fp32/acc=3/short/tp=2"])
 def test_windows_are_exact(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(language_in_parts, [layout], pool=rank_pool)

@@ -105,6 +105,7 @@ def train(plan: Plan) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("ranks", "stage", "accumulate"),
     [  # by default each pair of values at least once

@@ -14,6 +14,7 @@ import torch
 from accel import Accelerator
 from accel_state.collectives import tensors as collectives
 
+@pytest.mark.sampled(1)
 @dataclass
 class Pair:
     first: torch.Tensor

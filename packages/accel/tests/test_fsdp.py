@@ -22,6 +22,7 @@ from accel_testing.faults.memory import peak_allocated
 HYBRID = "fsdp:4/dp_replicate=2/dp_shard=2"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "program"),
     [
@@ -57,6 +58,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_a_run_handed_from_strategy_to_strategy_is_the_uninterrupted_run(
     rank_pool: RankPool, tmp_path: Path, chain: list[str]
@@ -87,6 +89,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chain", WINDOWS, ids="-".join)
 def test_an_open_window_goes_on_in_another_strategy(
     rank_pool: RankPool, tmp_path: Path, chain: tuple[str, str]
@@ -178,7 +181,7 @@ def memory_of_loading(folder: str) -> tuple[int, int]:
     return sum(parameter.numel() * 4 for parameter in models[0].parameters()), peak
 
 
-def test_no_rank_ever_holds_the_whole_model(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_no_rank_ever_holds_the_full_model(rank_pool: RankPool, tmp_path: Path) -> None:
     """A quarter of it, the same again as read from the file, and a block on its way (32 make the whole)."""
     from safetensors.torch import save_file
 
@@ -256,7 +259,7 @@ def test_the_environment_asks_for_sharding(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.ranks(2)
-def test_whole_parameters_can_be_changed_through_the_accelerator() -> None:
+def test_full_parameters_can_be_changed_through_the_accelerator() -> None:
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     model = accelerator.prepare(make_model("mlp"))
     with accelerator.full_parameters(model), torch.no_grad():

@@ -77,6 +77,7 @@ DIFFERENT = r"the ranks entered different operations.*:\n  rank 0: {}.*\n.*  ran
 QUICK = {("others, as many later", 2), ("one more", 1)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "version"),
     [

@@ -57,6 +57,7 @@ _OF_TORCH = re.compile(r"frame #\d|recvValue|sendBytes|Exception raised from")
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("how", "where", "words"),
     [

@@ -167,7 +167,7 @@ def test_weights_that_a_shard_would_not_describe_are_refused_by_name(kind: str, 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "version"), [("8bit", 2), ("8bit", 1), ("4bit", 1)])
-def test_an_ignored_base_stays_whole_while_the_adapters_are_sharded(rank: int, kind: str, version: int) -> None:
+def test_an_ignored_base_stays_replicated_while_the_adapters_are_sharded(rank: int, kind: str, version: int) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, ignored_modules=r"base")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model, optimizer = accelerator.prepare(*with_optimizer(kind, torch.float32))

@@ -4,7 +4,7 @@ No other module of the package uses them; CI checks that. Attributes of the obje
 those backends compute with them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -220,6 +220,49 @@ def replaced_all_gathers(root: nn.Module, replace: Callable[[Any], Any]) -> Iter
     finally:
         for group, comm in zip(groups, before, strict=True):
             group._all_gather_comm = comm
+
+
+def repair_first_messages(stage: Any) -> None:
+    """Makes the first messages of a ``PipelineStage`` to its neighbours such that they arrive.
+
+    By ``_get_init_p2p_neighbors_ops``, which in torch 2.9 sends an int64 where a float32 is received, and before torch
+    2.13 sends a message from a rank to itself where two stages on a V are neighbours, which gloo refuses.
+    """
+    make = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if make is None:
+        return
+
+    def made() -> list[Any]:
+        ops = [op for op in make() if op.group_peer != stage.group_rank]
+        for op in ops:
+            op.tensor = torch.zeros(1, dtype=torch.float32, device=op.tensor.device)
+        return ops
+
+    stage._get_init_p2p_neighbors_ops = made
+
+
+def hands_over_within_ranks(schedule: type[Any]) -> bool:
+    """Whether a schedule gives activations from one stage of a rank to another without a message.
+
+    Those of torch's ``_PipelineScheduleRuntime`` do; in torch 2.9 a rank sends itself a message, which gloo refuses.
+    """
+    return any(kind.__name__ == "_PipelineScheduleRuntime" for kind in schedule.__mro__)
+
+
+def leave_out_backwards(schedule: Any, forwards: Collection[str]) -> None:
+    """Leaves the forwards of a schedule with several stages on a rank; a stage on a V would look for its backward.
+
+    ``forwards``: names of the kinds of its actions. By ``pipeline_order_with_comms``, and in torch 2.9 by the idle
+    steps of ``pipeline_order``.
+    """
+    orders = getattr(schedule, "pipeline_order_with_comms", None)
+    if orders is not None:
+        for rank, actions in orders.items():
+            orders[rank] = [one for one in actions if one.computation_type.name in forwards]
+        return
+    for rank, actions in schedule.pipeline_order.items():
+        kept = [one if one is not None and one.computation_type.name in forwards else None for one in actions]
+        schedule.pipeline_order[rank] = kept
 
 
 def guard_shape_inference(stage: Any, guard: Callable[[Callable[[], Any], Sequence[torch.Tensor]], Any]) -> None:

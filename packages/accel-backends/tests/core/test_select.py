@@ -9,6 +9,7 @@ from accel_backends import (
     DDPConfig,
     FSDPConfig,
     ModelFacts,
+    PipelineParallelConfig,
     SingleConfig,
     installed_backends,
     load_backend,
@@ -107,8 +108,9 @@ class Own(Backend):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a distribution with one backend, for axes and with a precedence."""
+    """Installs a distribution with one backend, for axes and with a precedence, beside pipelines of no other axis."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(PipelineParallelConfig, "axes", frozenset({"pp"}))
 
     def _install(name, axes, precedence=100):
         monkeypatch.delitem(sys.modules, f"module_of_{name}", raising=False)
@@ -168,6 +170,7 @@ def test_sharding_serves_tensor_context_and_sequence_parallelism():
     assert find_backend(["tp"]) == find_backend(["cp", "dp_shard", "tp"]) == "fsdp"
     assert find_backend(["ep", "tp"]) == find_backend(["dp_shard", "ep", "sp", "tp"]) == "fsdp"
     assert find_backend(["sp"]) == find_backend(["dp_replicate", "dp_shard", "sp", "tp"]) == "fsdp"
+    assert find_backend(["cp", "pp"]) == find_backend(["dp_shard", "ep", "pp", "sp", "tp"]) == "pipeline"
     four = Topology.on_one_node(0, 4)
     found = FSDPConfig().resolve(StrategyFacts(four, CPU, ParallelismConfig(tp_size=2, dp_shard_size=2)))
     assert (found.config.shard_size, found.parallelism.size("tp"), found.parallelism.data_parallel_size) == (2, 2, 2)
@@ -219,6 +222,13 @@ def test_on_xla_devices_options_of_sharding_become_those_of_its_backend():
 def test_options_without_an_open_value_leave_the_planner_nothing():
     with pytest.raises(ConfigError, match="DDPConfig leaves the planner nothing to choose"):
         DDPConfig().resolve(StrategyFacts(TWO, CPU, plan={}))
+
+
+def test_a_loss_of_samples_is_refused_where_ranks_see_shards_of_them():
+    config = PipelineParallelConfig(loss_fn=lambda outputs, batch: outputs.logits.mean())
+    facts = StrategyFacts(Topology.on_one_node(0, 4), CPU, ParallelismConfig(pp_size=2, cp_size=2))
+    with pytest.raises(ConfigError, match=r"loss_fn with cp_size=2: .* the tokens of one rank.*; nearest: pass labels"):
+        config.resolve(facts)
 
 
 def test_settings_that_differ_from_implied_ones_are_refused_with_both_origins():

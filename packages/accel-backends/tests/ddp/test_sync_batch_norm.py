@@ -18,7 +18,7 @@ def net(momentum=0.1):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_training_equals_ordinary_batch_norm_on_the_whole_batch(rank, world_size, momentum):
+def test_training_equals_batch_norm_on_the_global_batch(rank, world_size, momentum):
     """Bound: 1e-10 of weights and running statistics after 5 steps in fp64."""
     ddp = DDPBackend(Run(Session.open(device="cpu"), PrecisionPolicy()), DDPConfig(sync_batch_norm=True))
     model = net(momentum)

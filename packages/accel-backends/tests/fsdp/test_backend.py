@@ -97,6 +97,7 @@ if Version(torch.__version__) >= Version("2.13"):  # refused before
     SHARDINGS["unused"] = {"find_unused_parameters": True}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options", list(SHARDINGS.values()), ids=list(SHARDINGS))
 def test_every_sharding_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
@@ -246,7 +247,7 @@ def test_a_forward_without_backward_leaves_no_stale_weights() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True, "auto_wrap_policy": "NO_WRAP"}], ids=["full", "offload"])
-def test_whole_parameters_can_be_read_and_changed(options: dict[str, Any]) -> None:
+def test_full_parameters_can_be_read_and_changed(options: dict[str, Any]) -> None:
     backend = open_backend(**options)
     model, expected = make_model("transformer"), make_model("transformer")
     backend.prepare(Bundle([model]))
@@ -262,7 +263,7 @@ def test_whole_parameters_can_be_read_and_changed(options: dict[str, Any]) -> No
 
 
 @pytest.mark.ranks(2)
-def test_a_whole_state_is_the_main_ranks_and_loads_everywhere(rank: int) -> None:
+def test_a_full_state_is_the_main_ranks_and_loads_everywhere(rank: int) -> None:
     backend = open_backend()
     model = make_model("transformer", seed=4)
     backend.prepare(Bundle([model]))
@@ -296,6 +297,7 @@ def fresh_pool() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("checkpointing", "regional"),
     [
@@ -446,7 +448,7 @@ def test_what_is_gathered_ahead_in_backward_follows_the_options(prefetch: str, e
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("options", "everywhere"), [({}, False), ({"state_dict_config": {"rank0_only": False}}, True)])
-def test_a_whole_state_goes_where_its_options_say(rank: int, options: dict[str, Any], everywhere: bool) -> None:
+def test_a_full_state_goes_where_its_options_say(rank: int, options: dict[str, Any], everywhere: bool) -> None:
     backend = open_backend(**options, optim_state_dict_config=options.get("state_dict_config"))
     model = make_model("mlp")
     optimizer = OPTIMIZERS["adamw"](model.parameters())

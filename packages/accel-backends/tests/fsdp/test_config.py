@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_backends import FullyShardedDataParallelPlugin as Plugin
-from accel_backends.core.option_parsing import AutoWrap, BackwardPrefetch, ShardingLevel, StateDictKind, WholeForm
+from accel_backends.core.option_parsing import AutoWrap, BackwardPrefetch, FullStateForm, ShardingLevel, StateDictKind
 from accel_state import ConfigError
 
 
@@ -75,14 +75,14 @@ def test_offloaded_activations_are_asked_for_by_the_environment(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", ["FullStateDictConfig", "FullOptimStateDictConfig"])
-def test_torchs_forms_of_whole_states_are_taken(kind: str) -> None:
+def test_torchs_forms_of_full_states_are_taken(kind: str) -> None:
     import torch.distributed.fsdp as fsdp
 
     given = getattr(fsdp, kind)(offload_to_cpu=False, rank0_only=True)
     plugin = Plugin(state_dict_config=given, optim_state_dict_config={"rank0_only": "false"})
-    assert plugin.state_form == WholeForm(offload_to_cpu=False, rank0_only=True)
-    assert plugin.optimizer_state_form == WholeForm(offload_to_cpu=True, rank0_only=False)
-    assert Plugin(state_dict_config=fsdp.ShardedStateDictConfig()).state_form == WholeForm()
+    assert plugin.state_form == FullStateForm(offload_to_cpu=False, rank0_only=True)
+    assert plugin.optimizer_state_form == FullStateForm(offload_to_cpu=True, rank0_only=False)
+    assert Plugin(state_dict_config=fsdp.ShardedStateDictConfig()).state_form == FullStateForm()
 
 
 def test_numbers_and_switches_may_be_texts() -> None:

@@ -99,6 +99,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "options",

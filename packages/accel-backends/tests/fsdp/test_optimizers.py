@@ -54,7 +54,7 @@ ALIKE = ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAda
 @pytest.mark.parametrize(
     ("version", "kind"), [*((version, kind) for version in (2, 1) for kind in ALIKE), (2, "LBFGS"), (1, "Rprop")]
 )
-def test_an_optimizer_steps_on_shards_as_on_whole_parameters(rank: int, version: int, kind: str) -> None:
+def test_an_optimizer_steps_on_shards_as_on_full_parameters(rank: int, version: int, kind: str) -> None:
     expected = matrices()
     stepping = made(kind, expected)
     train(expected, stepping, torch.Tensor.backward, lambda one, closure: one.step(closure), part=slice(None))
@@ -76,7 +76,7 @@ def test_an_optimizer_steps_on_shards_as_on_whole_parameters(rank: int, version:
         (1, "Muon", r"nearest: AdamW, or fsdp_version=2, or strategy='ddp'"),
     ],
 )
-def test_one_that_needs_whole_parameters_is_refused(version: int, kind: str, nearest: str) -> None:
+def test_one_that_needs_full_parameters_is_refused(version: int, kind: str, nearest: str) -> None:
     if not hasattr(torch.optim, kind):
         pytest.skip(f"this torch has no {kind}")
     with pytest.raises(PrepareError, match=rf"{kind} looks at full parameters, .*fsdp_version={version}.*{nearest}"):

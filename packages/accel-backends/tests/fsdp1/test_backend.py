@@ -39,6 +39,7 @@ def reference() -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "options",
@@ -91,7 +92,7 @@ def test_states_load_into_another_wrapping(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_mixed_precision_and_whole_parameters() -> None:
+def test_mixed_precision_and_full_parameters() -> None:
     backend = open_backend("bf16")
     model = backend.prepare(Bundle([make_model("mlp")])).models[0]
     output = model(torch.ones(2, 8))
@@ -248,7 +249,7 @@ def test_prefetching_and_its_limit_reach_torch(options: dict[str, Any], given: t
 
 
 @pytest.mark.ranks(2)
-def test_a_whole_state_goes_where_its_options_say(rank: int) -> None:
+def test_a_full_state_goes_where_its_options_say(rank: int) -> None:
     backend = open_backend(optim_state_dict_config={"rank0_only": False}, state_dict_config={"rank0_only": True})
     model = make_model("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -272,7 +273,7 @@ def test_outputs_have_the_dtype_of_the_policy(precision: str, expected: torch.dt
 
 
 @pytest.mark.ranks(2)
-def test_a_whole_tensor_of_a_checkpointed_block_is_refused_by_name() -> None:
+def test_a_full_tensor_of_a_checkpointed_block_is_refused_by_name() -> None:
     backend, model = open_backend(activation_checkpointing=True), make_model("transformer")
     weights = {"blocks.0.up.weight": model.blocks[0].up.weight.detach().clone()}
     wrapped = backend.prepare(Bundle([model], [torch.optim.SGD(model.parameters(), lr=0.1)])).models[0]

@@ -48,7 +48,7 @@ def test_the_default_compiles_nothing():
     assert not TorchDynamoPlugin().enabled
 
 
-def test_the_whole_model_goes_behind_torchs_wrapper_once():
+def test_the_full_model_goes_behind_torchs_wrapper_once():
     model, plugin = Stack(), TorchDynamoPlugin(backend="eager")
     compiled = compile_model(model, plugin)
     assert compiled._orig_mod is model

@@ -130,7 +130,7 @@ def train(model: nn.Module, optimizer: Any, backward: Any, step: Any, part: slic
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("version", "kind"), [*((2, kind) for kind in KINDS), (1, "sign")])
-def test_it_steps_on_shards_as_on_whole_parameters(rank: int, version: int, kind: str) -> None:
+def test_it_steps_on_shards_as_on_full_parameters(rank: int, version: int, kind: str) -> None:
     expected = model_of()
     stepping = KINDS[kind](expected.parameters())
     train(expected, stepping, torch.Tensor.backward, lambda one, *closure: one.step(*closure), slice(None))
@@ -143,7 +143,7 @@ def test_it_steps_on_shards_as_on_whole_parameters(rank: int, version: int, kind
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", REFUSED.values(), ids=REFUSED)
-def test_version_1_refuses_what_looks_at_whole_parameters(kind: Any) -> None:
+def test_version_1_refuses_what_looks_at_full_parameters(kind: Any) -> None:
     with pytest.raises(PrepareError, match=r"looks at full parameters, and fsdp_version=1 .*nearest: AdamW, or fsdp"):
         prepared(1, kind)
 

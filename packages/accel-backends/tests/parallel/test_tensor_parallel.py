@@ -61,6 +61,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("name", "optimizer", "plan"), CASES, ids=lambda value: None if callable(value) else value)
 def test_two_ranks_train_as_one_process(rank, name, optimizer, plan):
@@ -197,6 +198,7 @@ def test_encoder_layer_of_torch_shards_its_feed_forward_network(rank):
     assert isinstance(model.linear1.weight, DTensor)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("name", "sequence_parallel"), [("qwen3", False), ("gpt2", False), ("llama tied", True)])
 def test_tensor_parallel_layers_may_be_fully_sharded(rank, name, sequence_parallel):

@@ -291,6 +291,7 @@ def test_it_is_looked_into_like_any_other(folder: str, tmp_path: Path) -> None:
     assert torch.equal(accel_ckpt.load_model_files(tmp_path)["w"], state(1)["model"]["w"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [("20KB", "1GB"), ("1GB", "20KB"), ("10KB", "20KB")], ids=str)
 def test_models_are_exported_to_urls_and_shards_of_earlier_exports_removed(folder: str, sizes: tuple[str, str]) -> None:
     for number, size in enumerate(sizes):
@@ -354,6 +355,7 @@ def read_together(endpoint: str, place: str, shared: bool) -> int:
     return sum(asked)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shared", [True, False], ids=["one reader", "each for itself"])
 def test_what_all_ranks_want_is_asked_for_once(endpoint: str, rank_pool: RankPool, shared: bool) -> None:
     """The first rounds, by which it is decided, are passed on in either case."""
@@ -404,7 +406,7 @@ def test_memory_is_no_place_that_ranks_share(rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize("seed", range(4))
-def test_writers_killed_at_random_times_leave_whole_checkpoints(endpoint: str, seed: int) -> None:
+def test_writers_killed_at_random_times_leave_complete_checkpoints(endpoint: str, seed: int) -> None:
     """Five of them each time."""
     use_server(endpoint)
     fsspec.filesystem("s3").mkdir(f"kills{seed}")

@@ -33,6 +33,7 @@ def run(tmp_path: Path, end: str, *, fails: bool = True) -> "subprocess.Complete
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "del saver"])
 def test_a_failure_that_nobody_was_told_of_ends_the_process_badly(tmp_path: Path, end: str) -> None:
     done = run(tmp_path, end)
@@ -43,6 +44,7 @@ def test_a_failure_that_nobody_was_told_of_ends_the_process_badly(tmp_path: Path
     assert not (tmp_path / "one").exists()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("end", "status", "words"),
     [

@@ -71,6 +71,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of memory")
 @pytest.mark.parametrize(
     "command",

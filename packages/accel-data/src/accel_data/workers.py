@@ -1,5 +1,6 @@
 """Worker processes of a DataLoader: in-order delivery, and detection of dead workers after a failure."""
 
+import re
 import warnings
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -21,6 +22,9 @@ _PATIENCE_AFTER_LOSS = 10.0
 """The same after a lost connection, because a dying process closes its connections a little before it ends."""
 _ATTEMPTS = 3
 """Number of interruptions by torch's SIGCHLD handler that are tolerated per worker."""
+_KILLED = "-9 is often the kernel, out of memory"
+_NAMES_WORKER = re.compile(r"DataLoader worker \(pid")
+"""Beginning of torch's messages about a worker that has died."""
 
 
 def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
@@ -53,8 +57,8 @@ def death_of_workers(run: Pass, error: BaseException | None = None) -> DataError
         # torch's SIGCHLD handler raises at any point of the program, for each dead worker, and again whenever another
         # child ends before its exit status is read.
         with suppress(RuntimeError):
-            return _death(batches, run.step(run.delivered).cursor, patience)
-    return _death(batches, run.step(run.delivered).cursor, patience)
+            return _death(batches, run.step(run.delivered).cursor, patience, error)
+    return _death(batches, run.step(run.delivered).cursor, patience, error)
 
 
 def _is_loss(error: BaseException | None) -> bool:
@@ -75,22 +79,26 @@ def _dead(batches: Any) -> list[Any]:
     return [worker for worker, reads in ended if reads or worker.exitcode]
 
 
-def _death(batches: Any, position: Cursor, patience: float) -> DataError | None:
+def _death(batches: Any, position: Cursor, patience: float, error: BaseException | None) -> DataError | None:
     workers = [worker for worker, _ in workers_of(batches)]
     closing = wait([worker.sentinel for worker in workers], patience) if workers else []
     for worker in workers:
         if worker.sentinel in closing:
             worker.join(patience)
     dead = _dead(batches)
-    if not dead:
+    if dead:
+        codes = ", ".join(str(worker.exitcode) for worker in dead)
+        who = f"{len(dead)} of the DataLoader's {len(workers)} workers died (exit code {codes}; {_KILLED})"
+    elif isinstance(error, RuntimeError) and _NAMES_WORKER.match(str(error)):
+        # Whoever else reads the exit status of a child leaves none for the worker's own process object.
+        who = f"one of the DataLoader's workers died ({str(error).strip()})"
+    else:
         return None
     # Before the shutdown torch keeps raising for the same deaths, at any point of the program.
     shut_down(batches)
-    codes = ", ".join(str(worker.exitcode) for worker in dead)
     return DataError(
-        f"{len(dead)} of the DataLoader's {len(workers)} workers died (exit code {codes}; -9 is often the kernel, out "
-        f"of memory). Delivered until then: {position.samples} samples of epoch {position.epoch}, which state_dict "
-        "still says. num_workers=0 shows what a worker dies of"
+        f"{who}. Delivered until then: {position.samples} samples of epoch {position.epoch}, which state_dict still "
+        "says. num_workers=0 shows what a worker dies of"
     )
 
 

@@ -84,14 +84,14 @@ def test_full_batches_are_handed_on_as_the_same_objects():
     assert Dealer(shards=2, batch_rows=5).deal(batches, [5, 5]).parts == tuple(batches)
 
 
-def test_ragged_batches_are_dealt_whole():
+def test_ragged_batches_are_dealt_undivided():
     wide, narrow = torch.zeros(2, 9), torch.zeros(2, 3)
     dealt = Dealer(shards=4, batch_rows=2).deal([wide, narrow], [2, 2])
     assert [part.shape for part in dealt.parts] == [(2, 9), (2, 3), (2, 9), (2, 3)]
     assert dealt.counts == (2, 2, 0, 0)
 
 
-def test_batches_of_no_fixed_size_are_dealt_whole_and_counted():
+def test_batches_of_no_fixed_size_are_dealt_undivided_and_counted():
     batches = [torch.zeros(3), torch.zeros(5)]
     dealt = Dealer(shards=3).deal(batches, [3, 5])
     assert [part.shape for part in dealt.parts] == [(3,), (5,), (3,)]

@@ -236,7 +236,7 @@ def test_ranks_at_different_positions_are_told(rank):
 
 
 @pytest.mark.ranks(2)
-def test_shards_that_do_not_make_up_the_whole_are_refused_everywhere(rank):
+def test_shards_that_do_not_make_up_all_are_refused_everywhere(rank):
     with pytest.raises(DataError, match="together they must be 0 to 1 of 2"):
         next(iter(prepared(Numbers(4), shard=DataShard(0, 2))))
 

@@ -90,6 +90,7 @@ def test_any_chain_of_numbers_of_ranks_reads_a_sharded_dataset_once(data, sizes)
     assert sorted(seen) == list(range(sum(sizes)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "after"), [(2, 0), (2, 1), (1, 2)])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_dataset_that_divides_itself_is_read_on_by_other_workers(before, after, steps):
@@ -172,6 +173,7 @@ class Seated(IterableDataset):
         return iter(rows[info.id :: info.num_workers][::-1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 0), (1, 2), (0, 1), (2, 1)])
 @pytest.mark.parametrize("keeps_private", [True, False])
 def test_an_order_that_depends_on_a_worker_goes_on_where_it_was_left(before, after, keeps_private):
@@ -188,6 +190,7 @@ def test_an_order_that_depends_on_a_worker_goes_on_where_it_was_left(before, aft
     assert seen == expected
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("dataset", [Files(files_of([5, 3, 14, 6])), Files(files_of([5, 3, 14, 6]), False), Seated()])
 @pytest.mark.parametrize("skipped", [1, 5])
@@ -235,6 +238,7 @@ def test_a_state_is_loaded_where_as_many_batches_were_skipped():
     assert sorted(seen + [index for batch in loader for index in batch.tolist()]) == list(range(28))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["skip", "gate"])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("dataset", [Files(files_of([5, 3, 14, 6])), Files(files_of([5, 3, 14, 6]), False), Seated()])

@@ -290,12 +290,14 @@ def check_resumes(rank, ranks, make, workers, steps):
         assert listed(resumed) == epochs[epoch + 1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("make", SOURCES)
 def test_a_prepared_loader_resumes_exactly_inside_an_epoch_and_across_epochs(make, workers):
     check_resumes(0, 1, make, workers, steps=7)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("make", SOURCES)

@@ -280,6 +280,7 @@ def test_a_stream_is_read_once_over_any_chain_of_resumes(data, n):
     assert sorted(seen) == list(range(n))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1), (1, 2)])
 @pytest.mark.parametrize("dataset", [Numbers, Seekable])
 def test_workers_may_change_between_save_and_resume(before, after, dataset):
@@ -339,7 +340,7 @@ def test_exact_streams_hold_for_any_workers_even_of_a_dataset_that_divides_itsel
     assert listed(other) == [[10, 11]]
 
 
-def test_living_workers_divide_again_after_a_whole_pass():
+def test_living_workers_divide_again_after_a_full_pass():
     def make():
         return prepared(WorkerAware(12), num_workers=2, persistent_workers=True)
 
@@ -363,7 +364,7 @@ def test_a_position_in_native_shards_goes_on_with_the_same_ranks():
         assert listed(other) == [[9, 15], [16, 17], [18, 19]]
 
 
-def test_a_whole_stream_left_on_one_rank_is_finished_as_one_stream():
+def test_a_full_stream_left_on_one_rank_is_finished_as_one_stream():
     loader = prepared(Shardable([0, 1, 2, 3]))
     iterator = iter(loader)
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]

@@ -144,6 +144,7 @@ look_ups = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(2)
 @look_ups
 def test_every_sample_is_equally_likely_at_every_position(look_up, size):
     rounds, bins = 2000, 24
@@ -156,6 +157,7 @@ def test_every_sample_is_equally_likely_at_every_position(look_up, size):
         assert stats.chi2.sf(((position - expected) ** 2 / expected).sum().item(), bins - 1) > UNLIKELY / bins
 
 
+@pytest.mark.sampled(2)
 @look_ups
 def test_all_orders_of_four_positions_are_equally_likely(look_up, size):
     rounds = 3000

@@ -20,7 +20,7 @@ from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.fqn import innermost
 from accel_deepspeed.checkpoint.engine_states import ZeroStates
 from accel_deepspeed.checkpoint.state_dicts import PartitionLayout
-from accel_deepspeed.config.consistency import LAYERS, SEQUENCES
+from accel_deepspeed.config.consistency import check_one_axis
 from accel_deepspeed.config.plugin import DeepSpeedConfig
 from accel_deepspeed.engine.bind import bind_model, check_bundle_pieces
 from accel_deepspeed.engine.engine import Prepared, run_backward
@@ -38,7 +38,7 @@ from accel_deepspeed.tensor_parallel.autotp import Layers
 from accel_deepspeed.ulysses.sequence import Sequences
 from accel_deepspeed.zero.engine_gradients import ZeroGradients
 from accel_precision.options import GradScalerKwargs
-from accel_state.errors import BackendError, ConfigError
+from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,11 +77,7 @@ class DeepSpeedBackend(ModuleBackend):
         self._engines = Engines()
         self._sequences = Sequences(self.session, self._options.sequence_parallel_size)
         self._layers = Layers(self.session, self._options.tensor_parallel_size)
-        if self._sequences.size > 1 and self._layers.size > 1:
-            raise ConfigError(
-                f"{SEQUENCES}={self._sequences.size} and {LAYERS}={self._layers.size}: neighbours share sequences or "
-                "layers, not both; leave one of them out"
-            )
+        check_one_axis(self._sequences.size, self._layers.size)
         self._owns_group = False
         self.layout = ZeroLayout(run, self._options, self._sequences, self._layers, self._open_communication)
         self.gradients = ZeroGradients(self, self._engines, self._layers, self._open_communication)

@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from inspect import getclosurevars
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import torch
 
+from accel_deepspeed.private import check_names, extensions_root, forget_groups, forget_released
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -61,6 +61,7 @@ def library(device_type: str = "") -> ModuleType:
             get_accelerator()
     except Exception as error:
         raise BackendError(f"deepspeed is installed and cannot be imported: {error}") from error
+    check_names(deepspeed)
     module: ModuleType = deepspeed
     return module
 
@@ -91,11 +92,10 @@ def use_device(session: "Session") -> None:
 def open_group_of_one(session: "Session") -> bool:
     """Opens a process group of one process if there is none; returns whether it was opened."""
     import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
 
     if dist.is_initialized():
         return False
-    dist.init_process_group(session.device.collective_backend, store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(session.device.collective_backend, store=cast(Any, dist).HashStore(), rank=0, world_size=1)
     return True
 
 
@@ -162,18 +162,16 @@ def forget_module(module: object) -> None:
     if stage3 is None:
         return
     stage3.FWD_MODULE_STACK[:] = [one for one in stage3.FWD_MODULE_STACK if one is not module]
-    releasing = stage3.PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    getclosurevars(releasing).nonlocals["func"].cache_clear()
+    forget_released()
 
 
 def _forget_communication() -> None:
     """Drops the process group, the groups that DeepSpeed derived from it, and stage 3's patches of torch."""
     from deepspeed.comm import comm as state
     from deepspeed.runtime.zero import partition_parameters as stage3
-    from deepspeed.utils import groups
     from torch.nn import functional
 
-    groups._release_process_group_references(None)
+    forget_groups()
     getattr(state.cdb, "accel_undo", ExitStack()).close()
     state.cdb = None
     # Otherwise ranks with and without an earlier stage 3 engine would have different graphs, and other reduction
@@ -208,10 +206,8 @@ def compiler_problem() -> str | None:
 
 def extensions_folder() -> Path:
     """Returns the folder of compiled ops: ``TORCH_EXTENSIONS_DIR``, or torch's default."""
-    from torch.utils.cpp_extension import _get_build_directory
-
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(given) if given else Path(_get_build_directory("x", verbose=False)).parent
+    return Path(given) if given else extensions_root()
 
 
 def drop_stale_lock(folder: Path, *, older_than: float = _STALE_AFTER) -> bool:

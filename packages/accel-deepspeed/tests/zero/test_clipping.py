@@ -54,11 +54,11 @@ class Side:
 
 
 @contextmanager
-def opened(stage: int, device: str = "none", **options: Any) -> Iterator[Any]:
+def opened(stage: int, device: str = "none", precision: str = "no", **options: Any) -> Iterator[Any]:
     zero = {"stage": stage, **({} if device == "none" else {"offload_optimizer": {"device": device}})}
     document = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **options}
     with Session.open(cpu=True) as session:
-        policy = PrecisionPolicy.parse("no", device_type="cpu")
+        policy = PrecisionPolicy.parse(precision, device_type="cpu")
         backend = load_backend("deepspeed")(Run(session, policy), DeepSpeedPlugin.build({"hf_ds_config": document}))
         try:
             yield backend
@@ -138,6 +138,7 @@ def value_of_a_part(side: Side) -> list[torch.Tensor]:
     return [side.norm(side.layers(), math.inf)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("clip", [norm_then_part, part_then_norm, norm_then_value, value_of_a_part])
 @pytest.mark.parametrize(("stage", "device"), PLACES)
 def test_clips_follow_each_other(
@@ -167,6 +168,21 @@ def test_gradients_that_are_added_after_a_clip_are_not_clipped(
         state = backend.states.full_model(engine, main_only=False)
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_16_bits_are_added_to_clipped_ones_in_host_memory(rank: int, stage: int) -> None:
+    with opened(stage, "cpu", precision="bf16") as backend:
+        model = make_net()
+        engine = backend.prepare(Bundle([model], [momentum(model)])).models[0]
+        backend.backward(loss_of(engine, rank, 0))
+        first = backend.gradients.full(engine)
+        backend.gradients.clip_norm(layers_of(engine.module)(0, 4), 0.1)
+        clipped = backend.gradients.full(engine)
+        assert clipped["0.weight"].norm() < 0.5 * first["0.weight"].norm()
+        backend.backward(loss_of(engine, rank, 0))  # the same gradient again
+        for name, both in backend.gradients.full(engine).items():
+            torch.testing.assert_close(both, clipped[name] + first[name])
 
 
 @pytest.mark.parametrize("spoilt", [math.inf, math.nan])

@@ -35,7 +35,7 @@ def test_one_device_needs_no_hooks_unless_asked(model):
     assert torch.equal(model(X), expected)
 
 
-def test_a_model_is_whole_again_without_its_hooks(model, tmp_path):
+def test_a_model_is_complete_again_without_its_hooks(model, tmp_path):
     expected = model(X)
     dispatch_model(model, HALF, offload_dir=tmp_path)
     assert torch.equal(model(X), expected)
@@ -161,6 +161,7 @@ def test_models_take_turns(three_layers):
     assert not hasattr(second, "_hf_hook")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [1, 3 * 256 * 256 * 4])
 def test_memory_stays_within_the_budget_and_two_blocks(budget, tmp_path):
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))

@@ -74,6 +74,7 @@ def saved_and_empty(model, folder):
 KINDS = [to_cpu, to_disk, little_memory, with_buffers, half_on_disk, from_checkpoint]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", [*KINDS, mapped])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
@@ -87,6 +88,7 @@ def test_a_forward_gives_the_same_bits(name, kind, tmp_path):
     assert all(parameter.is_meta for parameter in offloaded.parameters()) or kind in (half_on_disk, mapped)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", GENERATING)
 @torch.no_grad()

@@ -144,7 +144,7 @@ def test_nothing_is_pruned_without_yes(series: Path, ckpt: Command) -> None:
     assert sorted(os.listdir(series)) == ["checkpoint_0", "checkpoint_2"]
 
 
-def test_the_newest_whole_checkpoint_is_never_pruned(series: Path, ckpt: Command) -> None:
+def test_the_newest_complete_checkpoint_is_never_pruned(series: Path, ckpt: Command) -> None:
     flip_last_byte(series / "checkpoint_2" / "tensors-00000.safetensors")
     ckpt("prune", series, "--keep-last", "1", "--yes")
     assert sorted(os.listdir(series)) == ["checkpoint_1", "checkpoint_2"]

@@ -288,6 +288,7 @@ def test_the_first_traceback_is_printed_last_and_once(other: str, tmp_path: Path
     assert "accel/launch" not in done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("code", "status", "words"),
     [

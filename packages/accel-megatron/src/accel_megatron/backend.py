@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from accel_backends import BackendConfig, Bundle, Capabilities, ModuleBackend, Run
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.fqn import innermost, named_parameters
+from accel_backends.ops.loss_scaling import check_scaled
 from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.architecture import architecture_of
+from accel_megatron.conversion.rules import stack_name
 from accel_megatron.layout import MegatronLayout
 from accel_megatron.library import close_groups, open_group_of_one, open_groups, require_library
 from accel_megatron.training.engine import MegatronEngine
@@ -29,7 +31,7 @@ from accel_state.errors import BackendError, PrepareError
 
 @final
 class MegatronBackend(ModuleBackend):
-    """Trains causal language models of Transformers (Llama, GPT-2) as megatron-core's ``GPTModel``.
+    """Trains causal language models of Transformers (Llama, Mixtral, GPT-2) as megatron-core's ``GPTModel``.
 
     ``prepare`` converts the model exactly, with the weights that rank 0 has, and returns an engine that is called as
     the model is. The user's torch optimizer stays, inside one of Megatron-LM's.
@@ -39,7 +41,7 @@ class MegatronBackend(ModuleBackend):
     Config: ClassVar[type[BackendConfig]] = MegatronConfig
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_types=frozenset({"cpu", "cuda"}),
-        precisions=frozenset({"no", "fp32-true"}),
+        precisions=frozenset({"no", "fp32-true", "bf16", "fp16"}),
         several_models=False,
         sharded=True,
         not_alone_because="Megatron-LM opens process groups by itself",
@@ -53,7 +55,7 @@ class MegatronBackend(ModuleBackend):
         self._options = cast(MegatronConfig, self.config)
         self._engines = MegatronEngines()
         self._owns_group = open_group_of_one(self.session)
-        open_groups(self._options.tp_degree, self._options.pp_degree)
+        open_groups(self._options.tp_degree, self._options.pp_degree, self._options.expert_model_parallel_size)
         self.layout = MegatronLayout(run)
         self.gradients = MegatronGradients(self, self._engines)
         self.states = MegatronStates(self, self._engines)
@@ -69,9 +71,10 @@ class MegatronBackend(ModuleBackend):
             raise PrepareError(f"{len(bundle.optimizers)} optimizers for one model; Megatron-LM steps one of them")
         for model in bundle.models:
             architecture = architecture_of(getattr(innermost(model), "config", None))
-            architecture.check_degrees(self._options.tp_degree, self._options.pp_degree)
-            _check_dtype(model)
-            _check_names(model, {one for _, rule in architecture.rules(0, 1) for one in rule.names})
+            options = self._options
+            architecture.check_degrees(options.tp_degree, options.pp_degree, options.expert_model_parallel_size)
+            _check_dtype(model, halves=self.policy.autocast)
+            _check_names(model, {stack_name(one) for _, rule in architecture.rules(0, 1) for one in rule.names})
 
     def bind(self, bundle: Bundle) -> Bundle:
         """Converts the model, and puts its optimizer into one of Megatron-LM's."""
@@ -91,6 +94,8 @@ class MegatronBackend(ModuleBackend):
     def _engine(self, source: nn.Module) -> MegatronEngine:
         options, config = self._options, cast(Any, source).config
         architecture = architecture_of(config)
+        source.float()  # weights in 16 bits, with mixed precision
+        dtype = self.policy.compute if self.policy.autocast and self.policy.compute else torch.float32
         state = {name: value.detach().to(self.device) for name, value in model_state(source).items()}
         if self.session.world_size > 1:
             broadcast(list(state.values()), group=self.session.group)
@@ -101,10 +106,11 @@ class MegatronBackend(ModuleBackend):
             from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+            weights = local_tensors(architecture, state)
             chunk = build_stage(
-                transformer_config(options, architecture),
+                transformer_config(options, architecture, dtype, self._scaled),
                 architecture,
-                local_tensors(architecture, state),
+                weights,
                 self.device,
                 trained,
                 distributed_optimizer=options.use_distributed_optimizer,
@@ -117,8 +123,16 @@ class MegatronBackend(ModuleBackend):
             architecture,
             num_micro_batches=options.num_micro_batches,
             per_token=options.calculate_per_token_loss,
+            loss_scale=self.loss_scale,
+            kept={} if dtype == torch.float32 else {name: one.detach().clone() for name, one in weights.items()},
         )
         return engine.train(training)
+
+    @property
+    def _scaled(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Function by which the schedule multiplies a loss by the loss scale of fp16; None without one."""
+        scale = self.loss_scale
+        return None if scale is None else lambda loss: loss * scale.current
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Returns the model itself, because ``bind`` prepares it."""
@@ -157,6 +171,8 @@ class MegatronBackend(ModuleBackend):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Averages gradients over ranks, clips them as the options say, and steps; without gradients, does nothing.
 
+        Returns False if gradients overflowed in fp16, so that all ranks skipped the step.
+
         Collective: every rank of the group must call this.
 
         Raises:
@@ -164,12 +180,18 @@ class MegatronBackend(ModuleBackend):
         """
         if closure is not None:
             raise BackendError("Megatron-LM's optimizers take no closure; compute the loss before step()")
-        self._engines.of_optimizer(optimizer).step(self._options.gradient_clipping)
-        return True
+        one = self._engines.of_optimizer(optimizer)
+        if self.loss_scale is not None and one.engine.gradients.filled:
+            one.ready()
+            check_scaled(self.loss_scale, one.optimizer, self.owned.names)
+        return one.step(self._options.gradient_clipping, self.loss_scale)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Drops the gradients that have been accumulated since the last step."""
-        self._engines.of_optimizer(optimizer).zero_grad()
+        one = self._engines.of_optimizer(optimizer)
+        one.zero_grad()
+        if self.loss_scale is not None:
+            self.loss_scale.forget(one.optimizer)
 
 
 def _check_names(model: nn.Module, known: set[str]) -> None:
@@ -179,15 +201,17 @@ def _check_names(model: nn.Module, known: set[str]) -> None:
         other = sorted(found ^ known)
         raise PrepareError(
             f"{type(innermost(model)).__name__} has other parameters than the causal language model of its kind, first "
-            f"{other[0]}; nearest: LlamaForCausalLM or GPT2LMHeadModel without adapters"
+            f"{other[0]}; nearest: LlamaForCausalLM, MixtralForCausalLM or GPT2LMHeadModel without adapters"
         )
 
 
-def _check_dtype(model: nn.Module) -> None:
-    """Raises PrepareError for a model in another dtype than fp32, in which megatron-core computes the loss."""
-    other = {p.dtype for p in model.parameters()} - {torch.float32}
+def _check_dtype(model: nn.Module, *, halves: bool) -> None:
+    """Raises PrepareError for a model in fp64, or in 16 bits without mixed precision, which keeps weights in fp32."""
+    known = {torch.float32, torch.bfloat16, torch.float16} if halves else {torch.float32}
+    other = {p.dtype for p in model.parameters()} - known
     if other:
+        nearest = "" if torch.float64 in other else ", or mixed_precision='bf16' (or 'fp16')"
         raise PrepareError(
             f"{type(innermost(model)).__name__} has parameters in {', '.join(sorted(map(str, other)))}; Megatron-LM "
-            "trains in fp32 here; nearest: model.float()"
+            f"keeps weights in fp32 here; nearest: model.float(){nearest}"
         )

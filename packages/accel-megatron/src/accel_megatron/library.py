@@ -51,8 +51,10 @@ def open_group_of_one(session: "Session") -> bool:
     return True
 
 
-def open_groups(tensor: int, pipeline: int) -> None:
+def open_groups(tensor: int, pipeline: int, expert: int = 1) -> None:
     """Creates Megatron-LM's process groups: tensor-parallel ranks are neighbours, stages are outermost.
+
+    Expert-parallel ranks are data-parallel ranks of neighbouring numbers.
 
     Collective: every rank of the group must call this.
 
@@ -66,7 +68,9 @@ def open_groups(tensor: int, pipeline: int) -> None:
             "this process has Megatron-LM's process groups already, and megatron-core holds one set of them; end the "
             "other run first (accelerator.free_memory() and end_training())"
         )
-    parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, expert_model_parallel_size=expert, create_gloo_process_groups=False
+    )
 
 
 def close_groups() -> None:

@@ -21,6 +21,20 @@ def test_there_and_back_gives_the_same_bits(kind, degrees):
     assert all(torch.equal(back[name], value) for name, value in state.items())
 
 
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 4)])
+def test_experts_there_and_back_give_the_same_bits(degrees):
+    from loops import make_model
+
+    model = make_model("mixtral")
+    state = {name: value.detach() for name, value in model.named_parameters()}
+    places = [(0, stage, rank) for stage in range(degrees[1]) for rank in range(degrees[2])]
+    there = {place: to_megatron(model.config, state, place=place, degrees=degrees) for place in places}
+    assert sum(".local_experts." in name for name in there[0, 0, 0]) == 2 * 16 // degrees[1] // degrees[2]
+    back = from_megatron(model.config, there, degrees)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
 def test_degrees_that_do_not_divide_the_model_are_refused():
     from loops import make_model
 
@@ -29,10 +43,18 @@ def test_degrees_that_do_not_divide_the_model_are_refused():
         to_megatron(model.config, {}, degrees=(3, 1))
     with pytest.raises(PrepareError, match="4 layers are not divisible by pp_degree=3; nearest: 2"):
         to_megatron(model.config, {}, degrees=(1, 3))
+    with pytest.raises(PrepareError, match="expert_model_parallel_size=2, and the layers of the model have no experts"):
+        to_megatron(model.config, {}, degrees=(1, 1, 2))
+    with pytest.raises(PrepareError, match="4 experts are not divisible by expert_model_parallel_size=3; nearest: 2"):
+        to_megatron(make_model("mixtral").config, {}, degrees=(1, 1, 3))
+    with pytest.raises(PrepareError, match="tp_degree=2 with a mixture of experts"):
+        to_megatron(make_model("mixtral").config, {}, degrees=(2, 1))
 
 
 def test_other_models_are_refused():
     from transformers import BertConfig
 
-    with pytest.raises(PrepareError, match=r"'llama' or 'gpt2', and this one is 'bert'; nearest: strategy='fsdp'"):
+    with pytest.raises(
+        PrepareError, match=r"'llama', 'mixtral', 'gpt2', and this one is 'bert'; nearest: strategy='fsdp'"
+    ):
         to_megatron(BertConfig(), {})

@@ -273,6 +273,7 @@ def test_a_running_median_ignores_an_outlier() -> None:
     assert max(y for _, y in running_median(points)) == 1.0
 
 
+@pytest.mark.sampled(1)
 def test_the_command_writes_the_page(run: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "accel", "report", run, "-o", tmp_path / "r.html"]
     assert run_command(words, timeout=120).check().output.strip().endswith("r.html")

@@ -6,6 +6,7 @@ from typing import final
 
 from accel_planner.cost.plan import MemoryPlan
 from accel_planner.errors import PlanError
+from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes
 
 MARGIN = 0.1
@@ -58,13 +59,14 @@ def choose(plans: Iterable[MemoryPlan], budget: int | None = None, margin: float
         margin: fraction of it to leave free.
 
     Raises:
+        ConfigError: ``margin`` is no such fraction.
         PlanError: no plan fits; the message names the nearest one and the bytes that it lacks. Or there is no plan.
     """
     order = ranked(plans)
     if not order:
         raise PlanError("there is no plan to choose from")
     if not 0 <= margin < 1:
-        raise PlanError(f"margin is {margin}; expected a part of the memory, 0 to 1")
+        raise ConfigError(f"margin is {margin}; expected a fraction from 0 and below 1, like 0.1")
     budget = order[0].hardware.memory if budget is None else budget
     place = next((at for at, plan in enumerate(order) if fits(plan, budget, margin)), None)
     if place is None:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from accel_planner.cost.axis_degrees import AxisDegrees, axis_degrees
-from accel_planner.cost.axis_plan import AxisPlan, Batching, plan_degrees
+from accel_planner.cost.axis_plan import AxisPlan, Batching, accumulates, plan_degrees
 from accel_planner.cost.hardware import Hardware
 from accel_planner.cost.transformer_shape import TransformerShape
 from accel_planner.errors import PlanError
 from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes
 
-_EXPLAINED = ("tp", "cp", "ep", "pp", "dp_shard")
+_EXPLAINED = ("tp", "cp", "sp", "ep", "pp", "dp_shard")
 TIE = 1.05
 """Of plans that differ by less than this factor in time, the one with the fewest model-parallel axes is preferred."""
 
@@ -34,7 +34,10 @@ class AxisProposal:
 
 
 def plan_axes(shape: TransformerShape, hardware: Hardware, batching: Batching) -> list[AxisPlan]:
-    """Plans all combinations of degrees, with and without activation checkpointing, the fastest first.
+    """Plans all combinations of degrees, the fastest first.
+
+    Each is planned with and without activation checkpointing, and with gradients that are reduced at the end of an
+    accumulation window or in each of its micro-batches.
 
     Raises:
         ConfigError: no combination divides the world size, the model and the batch; names the nearest batch that does.
@@ -43,9 +46,10 @@ def plan_axes(shape: TransformerShape, hardware: Hardware, batching: Batching) -
         if getattr(batching, name) < 1:
             raise ConfigError(f"{name} is {getattr(batching, name)}; expected at least 1")
     found = [
-        plan_degrees(shape, hardware, degrees, batching, checkpointing=checkpointing)
+        plan_degrees(shape, hardware, degrees, batching, checkpointing=checkpointing, sync_each_batch=sync)
         for degrees in _degrees(shape, hardware, batching)
         for checkpointing in (False, True)
+        for sync in ((False, True) if accumulates(degrees, batching) else (False,))
     ]
     if not found:
         raise ConfigError(
@@ -100,6 +104,10 @@ def propose_axes(plans: Sequence[AxisPlan], hardware: Hardware, margin: float = 
     for axis in (axis for axis in _EXPLAINED if axis in plan.degrees.active):
         others = [other for other in plans if axis not in other.degrees.active]
         reasons.append(f"{axis}={plan.degrees.size(axis)}: {_without(axis, others, plan, room)}")
+    if plan.sync_each_batch:
+        others = [other for other in plans if not other.sync_each_batch]
+        what = "gradients are reduced in each micro-batch (GradientAccumulationPlugin)"
+        reasons.append(f"sync_each_batch=True: {what}; {_without('it', others, plan, room)}")
     return AxisProposal(plan, tuple(reasons), tuple(plans))
 
 

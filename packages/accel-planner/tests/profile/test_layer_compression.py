@@ -23,6 +23,7 @@ def tokens(batch: int = 4, length: int = 16) -> Batch:
     return Batch(torch.zeros(batch, length, dtype=torch.long))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["no", "bf16", "bf16-true"])
 def test_repeated_blocks_are_looked_at_once_and_counted_as_often_as_they_come(
     policy: str, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def check_resumes(folder: Path, before: int, *, accumulate: int, workers: int = 
     assert all(torch.equal(one, two) for one, two in zip(other.weights(), weights, strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("before", [0, 6, 7, 24])
 def test_one_process_resumes_bit_for_bit(tmp_path: Path, before: int, accumulate: int) -> None:
@@ -180,6 +181,7 @@ def pool():
         yield ranks
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
@@ -543,7 +545,7 @@ def test_all_but_a_changed_byte_is_found_before_anything_changes(tmp_path: Path,
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_newest_intact_checkpoint_is_loaded_whole_over_a_damaged_one(
+def test_the_newest_intact_checkpoint_is_loaded_in_full_over_a_damaged_one(
     tmp_path: Path, rank: int, strategy: str
 ) -> None:
     saving, _, first = touched(7, strategy=strategy, folder=tmp_path)

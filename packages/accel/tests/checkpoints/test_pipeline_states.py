@@ -19,6 +19,8 @@ LAYOUTS = {
     "pp": ("pp",),
     "pp x tp": ("pp", "tp"),
     "pp x dp_shard": ("pp", "dp_shard"),
+    "pp x cp": ("pp", "cp"),
+    "pp x sp": ("pp", "sp"),
 }
 """Axes of two ranks each."""
 
@@ -71,7 +73,11 @@ def run(layout: str, steps: int, load: str | None, save: str | None, accumulated
 
 CHANGES = [
     ("pp", "single", 2),
-    ("single", "pp", 1),
+    ("pp x cp", "single", 2),
+    pytest.param("single", "pp x cp", 2, marks=pytest.mark.slow),
+    pytest.param("single", "pp x sp", 1, marks=pytest.mark.slow),
+    pytest.param("pp x sp", "pp x dp_shard", 2, marks=pytest.mark.slow),
+    pytest.param("single", "pp", 1, marks=pytest.mark.slow),
     ("pp x tp", "pp x dp_shard", 2),
     pytest.param("pp", "single", 1, marks=pytest.mark.slow),
     pytest.param("single", "pp", 2, marks=pytest.mark.slow),
@@ -85,6 +91,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after", "accumulated"), CHANGES)
 def test_training_goes_on_in_another_layout(
     rank_pool: RankPool, tmp_path: Any, before: str, after: str, accumulated: int

@@ -53,7 +53,7 @@ def test_every_sample_once_on_a_sample_of_the_grid(ranks: int, drop_last: bool, 
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.ranks(n, timeout=280)) for n in (2, 3, 4))])
-def test_every_sample_once_on_the_whole_grid(ranks: int, drop_last: bool, even: bool) -> None:
+def test_every_sample_once_on_the_full_grid(ranks: int, drop_last: bool, even: bool) -> None:
     check(GRID, drop_last, even)
 
 

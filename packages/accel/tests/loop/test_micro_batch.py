@@ -27,6 +27,7 @@ def needing(model: Any, limit: int) -> Any:
     return compute
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("limit", "size"), [(100, 24), (20, 12), (5, 3)])
 def test_the_largest_half_that_fits_is_found_and_nothing_has_changed(limit: int, size: int) -> None:
     accelerator, model = prepared()

@@ -109,6 +109,7 @@ halved(7)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_terminal_gets_errors_in_colour_from_one_process(rank: int, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"

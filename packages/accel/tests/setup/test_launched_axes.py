@@ -47,6 +47,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("axis", "backend"),
     [("tp", "fsdp"), ("cp", "fsdp"), pytest.param("sp", "fsdp", marks=pytest.mark.slow), ("pp", "pipeline")],

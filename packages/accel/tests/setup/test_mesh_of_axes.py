@@ -97,7 +97,7 @@ def train(
         "rate": scheduler.get_last_lr()[0],
         "dropped": None if meter is None else meter.read().dropped_choices,
         "local": {
-            name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
+            name.removeprefix("module."): tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
             for name, p in model.named_parameters()
         },
         "state": {name: value.clone() for name, value in accelerator.get_state_dict(model).items()},
@@ -128,6 +128,11 @@ LAYOUTS: dict[str, Degrees] = {
     "sp2 replicas2": {"sp_size": 2, "dp_replicate_size": 2},
     "sp2 tp2": {"sp_size": 2, "tp_size": 2},
     "sp4": {"sp_size": 4},
+    "pp2 cp2": {"pp_size": 2, "cp_size": 2},
+    "pp2 sp2": {"pp_size": 2, "sp_size": 2},
+    "pp2 cp2 ring": {"pp_size": 2, "cp_size": 2, "cp_handler": TorchContextParallelConfig("alltoall")},
+    "pp2 cp2 tp2": {"pp_size": 2, "cp_size": 2, "tp_size": 2},
+    "pp2 sp2 replicas2": {"pp_size": 2, "sp_size": 2, "dp_replicate_size": 2},
 }
 
 
@@ -137,10 +142,11 @@ def expected(rank_pool: RankPool) -> dict[str, Any]:
     return found
 
 
-SLOW = ("cp2", "sp2", "sp2 replicas2", "sp2 tp2", "sp4")
+SLOW = ("cp2", "sp2", "sp2 replicas2", "sp2 tp2", "sp4", "pp2 sp2", "pp2 cp2 ring", "pp2 cp2 tp2", "pp2 sp2 replicas2")
 """Layouts that default tests cover elsewhere, or in another product of the same axes."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "degrees",
     [pytest.param(LAYOUTS[name], id=name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
@@ -151,7 +157,7 @@ def test_an_unchanged_loop_trains_as_one_process(
     ranks = ParallelismConfig(**degrees).total_size
     found = rank_pool.run(train, degrees, ranks=ranks)
     assert_same(found[0], expected)
-    assert found[0]["backend"] == "fsdp"
+    assert found[0]["backend"] == ("pipeline" if "pp_size" in degrees else "fsdp")
     for axis in ("tp", "cp", "sp"):
         if (size := degrees.get(f"{axis}_size")) is not None:
             assert f"{axis}={size}" in found[0]["explained"]
@@ -172,6 +178,10 @@ EXPERTS: dict[str, Degrees] = {
     "ep2 cp2": {"ep_size": 2, "cp_size": 2},
     "ep2 tp2 fsdp2": {"ep_size": 2, "tp_size": 2, "dp_shard_size": 2},
     "ep2 cp2 fsdp2": {"ep_size": 2, "cp_size": 2, "dp_shard_size": 2},
+    "pp2 ep2": {"pp_size": 2, "ep_size": 2},
+    "pp2 ep2 cp2": {"pp_size": 2, "ep_size": 2, "cp_size": 2},
+    "pp2 ep2 fsdp2": {"pp_size": 2, "ep_size": 2, "dp_shard_size": 2},
+    "pp2 ep2 tp2": {"pp_size": 2, "ep_size": 2, "tp_size": 2},
 }
 
 
@@ -185,6 +195,10 @@ def expected_of_experts(rank_pool: RankPool) -> dict[str, Any]:
     ("degrees", "shape"),
     [
         ("ep2 fsdp2", (1, 96, 32)),
+        ("pp2 ep2", (2, 96, 32)),
+        pytest.param("pp2 ep2 cp2", (1, 96, 32), marks=pytest.mark.slow),
+        pytest.param("pp2 ep2 fsdp2", (1, 96, 32), marks=pytest.mark.slow),
+        pytest.param("pp2 ep2 tp2", (2, 96, 32), marks=pytest.mark.slow),
         pytest.param("ep2 tp2", (2, 96, 32), marks=pytest.mark.slow),
         pytest.param("ep2 cp2", (1, 96, 32), marks=pytest.mark.slow),
         pytest.param("ep2 tp2 fsdp2", (1, 96, 32), marks=pytest.mark.slow),
@@ -199,7 +213,7 @@ def test_divided_experts_train_as_one_process(
     ranks = ParallelismConfig(**EXPERTS[degrees]).total_size
     found = rank_pool.run(train, EXPERTS[degrees], ranks=ranks)[0]
     assert_same(found, expected_of_experts)
-    assert found["backend"] == "fsdp"
+    assert found["backend"] == ("pipeline" if degrees.startswith("pp") else "fsdp")
     assert "ep=2" in found["explained"]
     assert found["local"]["model.layers.0.mlp.experts.gate_up_proj"] == shape
 
@@ -287,6 +301,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_a_run_resumes_in_mid_window_at_other_degrees(
     rank_pool: RankPool, expected: dict[str, Any], tmp_path: Path, first: str, second: str

@@ -79,7 +79,7 @@ class Resolution:
 
 @final
 @dataclass(frozen=True, slots=True)
-class WholeForm:
+class FullStateForm:
     """Form of a full state dict: on the host or on the device, on rank 0 or on every rank."""
 
     offload_to_cpu: bool = True
@@ -171,12 +171,12 @@ class BackendConfig(KwargsHandler):
         return Resolution(self, facts.parallelism.fitted(facts.topology.world_size))
 
     @property
-    def state_form(self) -> WholeForm | None:
+    def state_form(self) -> FullStateForm | None:
         """Form of full model state dicts. Default: None, every rank has full tensors, or has DTensors."""
         return None
 
     @property
-    def optimizer_state_form(self) -> WholeForm | None:
+    def optimizer_state_form(self) -> FullStateForm | None:
         """Form of full optimizer state dicts. Default: as ``state_form``."""
         return None
 

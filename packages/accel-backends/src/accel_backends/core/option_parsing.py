@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from accel_backends.core.config import WholeForm
+from accel_backends.core.config import FullStateForm
 from accel_precision.errors import PrecisionError
 from accel_precision.policy import DTYPES, PrecisionPolicy
 from accel_state.enums import BaseEnum
@@ -64,22 +64,22 @@ DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _MIXED_FIELDS = (*DTYPE_FIELDS, "cast_forward_inputs")
 
 
-def full_form(name: str, value: object) -> WholeForm:
+def full_form(name: str, value: object) -> FullStateForm:
     """Returns the form given as a mapping, or as torch's ``FullStateDictConfig`` or ``FullOptimStateDictConfig``.
 
     Raises:
         ConfigError: an unknown entry; or offloading of sharded states, which stay where their parameters are.
     """
-    if value is None or isinstance(value, WholeForm):
-        return value or WholeForm()
-    known = [field.name for field in fields(WholeForm)]
+    if value is None or isinstance(value, FullStateForm):
+        return value or FullStateForm()
+    known = [field.name for field in fields(FullStateForm)]
     if isinstance(value, Mapping):
         for entry in value:
             if entry not in known:
                 near = get_close_matches(str(entry), known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"{name} has no {entry!r}; it has {', '.join(known)}{hint}")
-        return WholeForm(**{entry: as_flag(f"{name}: {entry}", flag) for entry, flag in value.items()})
+        return FullStateForm(**{entry: as_flag(f"{name}: {entry}", flag) for entry, flag in value.items()})
     if not hasattr(value, "offload_to_cpu"):
         raise ConfigError(
             f"{name} is a {type(value).__name__}; expected a mapping of {', '.join(known)}, or torch's "
@@ -91,8 +91,8 @@ def full_form(name: str, value: object) -> WholeForm:
                 f"{name}={type(value).__name__}(offload_to_cpu=True): sharded states stay where their parameters are; "
                 "nearest: leave it out (checkpoints need no copy on the host), or FullStateDictConfig"
             )
-        return WholeForm()
-    return WholeForm(bool(value.offload_to_cpu), bool(value.rank0_only))
+        return FullStateForm()
+    return FullStateForm(bool(value.offload_to_cpu), bool(value.rank0_only))
 
 
 def as_member(name: str, value: object, kind: type[E]) -> E:

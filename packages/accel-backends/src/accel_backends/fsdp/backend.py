@@ -236,7 +236,7 @@ class FSDPBackend(ModuleBackend):
             BackendError: backward needs parameters that have been resharded; see ``outside_forward.explained``.
         """
         reducing = [(root, sharded) for root, sharded in self._sharded.items() if sharded.synchronising]
-        whole = [sharded.whole for _, sharded in reducing if sharded.whole]
+        scalars = [sharded.scalars for _, sharded in reducing if sharded.scalars]
         watched = [
             (sharded.usage, [root, *cast("list[nn.Module]", sharded.units)])
             for root, sharded in reducing
@@ -244,15 +244,15 @@ class FSDPBackend(ModuleBackend):
         ]
         for usage, modules in watched:
             usage.begin(modules)
-        for one in whole:
+        for one in scalars:
             one.deferred = True
         try:
             with explained(2):
                 super().backward(loss, scale=scale, **kwargs)
         finally:
-            for one in whole:
+            for one in scalars:
                 one.deferred = False
-        for one in whole:
+        for one in scalars:
             one.average()
         for usage, modules in watched:
             usage.end(modules, device=self.device, group=self.session.group)

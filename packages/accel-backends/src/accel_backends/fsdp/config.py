@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 
 from torch import nn
 
-from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts, WholeForm
+from accel_backends.core.config import BackendConfig, FullStateForm, Resolution, StrategyFacts
 from accel_backends.core.option_parsing import (
     AutoWrap,
     BackwardPrefetch,
@@ -399,15 +399,15 @@ class FSDPConfig(BackendConfig):
         return replicate, shard
 
     @property
-    def state_form(self) -> WholeForm:
+    def state_form(self) -> FullStateForm:
         """Form of full model state dicts."""
-        form: WholeForm = self.state_dict_config
+        form: FullStateForm = self.state_dict_config
         return form
 
     @property
-    def optimizer_state_form(self) -> WholeForm:
+    def optimizer_state_form(self) -> FullStateForm:
         """Form of full optimizer state dicts."""
-        form: WholeForm = self.optim_state_dict_config
+        form: FullStateForm = self.optim_state_dict_config
         return form
 
     @property

@@ -196,11 +196,7 @@ class MeshLayout(ReplicatedLayout):
 
     def take_choices(self) -> torch.Tensor | None:
         """Numbers of dropped and of all choices of experts, where these have a capacity."""
-        capacity = None if self._axes is None else self._axes.capacity
-        if capacity is None:
-            return None
-        counts = capacity.take_counts()
-        return torch.zeros(2, dtype=torch.int64, device=self.run.session.device.torch) if counts is None else counts
+        return None if self._axes is None else self._axes.take_choices(self.run.session.device.torch)
 
     def sharded_buffers(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()

@@ -11,7 +11,7 @@ from accel_state.watchdog.decorator import recorded
 
 
 @final
-class WholeParameters:
+class ScalarParameters:
     """Averages the gradients of parameters that ``fully_shard`` cannot shard, and therefore does not reduce.
 
     ``average`` reduces all gradients together after a backward of the backend, so that ranks and micro-batches may use

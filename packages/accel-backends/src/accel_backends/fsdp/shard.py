@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_backends.core.option_parsing import BackwardPrefetch
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.fsdp.scalar_parameters import WholeParameters
+from accel_backends.fsdp.scalar_parameters import ScalarParameters
 from accel_backends.fsdp.unused_parameters import Usage
 from accel_backends.fsdp.wrap_units import Units, find_units
 from accel_backends.ops.fqn import innermost, natural, places
@@ -76,17 +76,17 @@ class Sharded:
     unit to the root.
 
     Attributes:
-        whole: parameters that cannot be sharded; None for a model that the user has sharded, who has to average them.
+        scalars: parameters that cannot be sharded; None for a model that the user has sharded, who has to average them.
         follower: follower of fp8 scales, to be renewed after each step, see ``float8``.
         usage: finds parameters that no rank uses; None unless ``find_unused_parameters``.
     """
 
-    __slots__ = ("_kept", "_synchronising", "_units", "follower", "usage", "whole")
+    __slots__ = ("_kept", "_synchronising", "_units", "follower", "scalars", "usage")
 
-    def __init__(self, units: Iterable["FSDPModule"], whole: WholeParameters | None, *, freed: bool) -> None:
+    def __init__(self, units: Iterable["FSDPModule"], scalars: ScalarParameters | None, *, freed: bool) -> None:
         self._units = [ref(unit) for unit in units]
         self._kept = [] if freed else self._units
-        self.whole = whole
+        self.scalars = scalars
         self._synchronising = True
         self.follower: Follower | None = None
         self.usage: Usage | None = None
@@ -99,8 +99,8 @@ class Sharded:
     @synchronising.setter
     def synchronising(self, enable: bool) -> None:
         self._synchronising = enable
-        if self.whole is not None:
-            self.whole.synchronising = enable
+        if self.scalars is not None:
+            self.scalars.synchronising = enable
 
     @property
     def units(self) -> list["FSDPModule"]:
@@ -181,17 +181,17 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
         how.fill(named[name].modules())
         _move(named[name], how.device)
     ignored = {parameter for name in units.ignored for parameter in named[name].parameters()}
-    whole = [p for p in model.parameters() if p.dim() == 0 and p not in ignored]
-    for parameter in whole:
+    scalars = [p for p in model.parameters() if p.dim() == 0 and p not in ignored]
+    for parameter in scalars:
         parameter.data = parameter.data.to(how.device)
-    apart = ignored | set(whole)
+    apart = ignored | set(scalars)
     for name in units.inside_out:
         mesh = how.expert_mesh if name in units.experts else None
         _shard_unit(named[name], how, apart, wide=name in units.wide, experts=mesh)
     _shard_unit(model, how, apart, root=True)
     left_out = [] if how.all_filled else [parameter for parameter in model.parameters() if parameter in ignored]
-    how.send([*whole, *left_out, *model.buffers()])
-    averaged = WholeParameters(whole, how.group, dist.get_world_size(how.group))
+    how.send([*scalars, *left_out, *model.buffers()])
+    averaged = ScalarParameters(scalars, how.group, dist.get_world_size(how.group))
     sharded = adopt(model, averaged, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
         find_unused(model, sharded)
@@ -199,14 +199,14 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     return sharded
 
 
-def adopt(model: nn.Module, whole: WholeParameters | None = None, *, freed: bool = False) -> Sharded:
+def adopt(model: nn.Module, scalars: ScalarParameters | None = None, *, freed: bool = False) -> Sharded:
     """Returns the step state of a model that is sharded; ``freed``: its units free their parameters after forward."""
     from torch.distributed.fsdp import FSDPModule
 
     units: list[FSDPModule] = [
         module for module in model.modules() if isinstance(module, FSDPModule) and module is not model
     ]
-    return Sharded(units, whole, freed=freed)
+    return Sharded(units, scalars, freed=freed)
 
 
 def find_unused(model: nn.Module, sharded: Sharded) -> None:

@@ -93,6 +93,13 @@ class ModelAxes:
 
         return list(find_experts(model))
 
+    def take_choices(self, device: torch.device) -> torch.Tensor | None:
+        """Numbers of dropped and of all choices of experts (int64, 2) since the last call; None without a capacity."""
+        if self.capacity is None:
+            return None
+        counts = self.capacity.take_counts()
+        return torch.zeros(2, dtype=torch.int64, device=device) if counts is None else counts
+
     def check(self, model: nn.Module) -> None:
         """Refuses a model that the axes cannot compute, before any change; without communication.
 
@@ -123,10 +130,13 @@ class ModelAxes:
         device: torch.device,
         send: Callable[[list[torch.Tensor]], None],
         plan: "TensorParallelPlan | None" = None,
+        *,
+        called: bool = True,
     ) -> None:
         """Applies the axes to a checked model in place; ``send`` overwrites tensors with rank 0's values.
 
-        ``plan``: tensor-parallel plan of these modules; None: that of the options.
+        ``plan``: tensor-parallel plan of these modules; None: that of the options. ``called``: the model itself is
+        called, so that hooks shard its inputs and correct its losses; otherwise the caller of its parts does that.
 
         With expert parallelism the device holds the experts of one parameter at a time in full. With
         tensor parallelism the model is moved to the device first, and the ranks of a tensor-parallel group get
@@ -134,7 +144,7 @@ class ModelAxes:
 
         Collective: every rank of the group must call this.
         """
-        if self._expert > 1:
+        if self._expert > 1 and (called or self.experts(model)):  # a part of a model may have none
             from accel_backends.parallel.expert_parallel import apply_expert_parallel
 
             def values(parameter: torch.Tensor) -> torch.Tensor:
@@ -143,7 +153,7 @@ class ModelAxes:
                 return full
 
             apply_expert_parallel(model, self._mesh("ep"), values=values, capacity=self.capacity)
-        if self._expert > 1 or self._sequence is not None:
+        if called and (self._expert > 1 or self._sequence is not None):
             from accel_backends.parallel.router_loss import sum_router_loss
 
             # Experts of other ranks are needed in evaluation too; without them, replicas evaluate on their own.
@@ -162,7 +172,8 @@ class ModelAxes:
             from accel_backends.parallel.sdpa import apply_context_parallel
 
             apply_context_parallel(model, inputs.context)
-            inputs.attach(model)
+            if called:
+                inputs.attach(model)
 
     def _check_values(self, model: nn.Module, degree: str) -> None:
         """Refuses models without values, and fp8, for an axis that shards values."""

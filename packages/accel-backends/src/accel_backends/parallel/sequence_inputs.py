@@ -1,7 +1,7 @@
 """Inputs of models over shards of sequences: full ones are sharded before each forward, and the loss is that of all."""
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -71,15 +71,44 @@ class SequenceInputs:
                 f"{type(model).__name__} was called with {len(args)} arguments without names, and "
                 f"{self.context.kind} models shard tensors by name; nearest: model({_TOKENS[0]}=..., labels=...)"
             )
-        kwargs = self._completed(kwargs) if self._given_shards else self.context.shard_batch(kwargs)
-        labels = kwargs.get("shift_labels", kwargs.get("labels"))
-        if isinstance(labels, torch.Tensor) and kwargs.get("num_items_in_batch") is None:
+        return args, self.sharded(kwargs)
+
+    def sharded(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns this rank's shard of a model's arguments, with the number by which the loss of its tokens is divided.
+
+        Means over ranks of such losses, and of their gradients, are those of all labelled tokens.
+
+        Raises:
+            BackendError: shards whose labels are not shifted, or without tokens.
+            PrepareError: sequences that cannot be sharded, see ``Context.shard_batch``.
+
+        Collective: every rank of the context must call this.
+        """
+        shards = self._completed(given) if self._given_shards else self.context.shard_batch(given)
+        labels = shards.get("shift_labels", shards.get("labels"))
+        if isinstance(labels, torch.Tensor) and shards.get("num_items_in_batch") is None:
             count = (labels != IGNORED).sum().to(torch.float64 if labels.device.type == "cpu" else torch.float32)
             dist.all_reduce(count, group=self.context.group)
-            kwargs["num_items_in_batch"] = count.clamp(min=1) / self.context.mesh.size()
-        return args, kwargs
+            shards["num_items_in_batch"] = count.clamp(min=1) / self.context.mesh.size()
+        return shards
 
-    def _completed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """Mean over the ranks of the context of a loss without gradients, in place.
+
+        Collective: every rank of the context must call this.
+        """
+        dist.all_reduce(loss, group=self.context.group)
+        return loss.div_(self.context.mesh.size())
+
+    def full(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns a model's outputs, those of tokens of full sequences, unless the inputs were given as shards.
+
+        Collective: every rank of the context must call this.
+        """
+        names = () if self._given_shards else _OUTPUTS
+        return {name: self._joined(value) if name in names else value for name, value in outputs.items()}
+
+    def _completed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments that are shards, with the positions of their tokens, and with labels for models that need both."""
         given = dict(kwargs)
         if given.get("labels") is not None and given.get("shift_labels") is None:
@@ -101,9 +130,7 @@ class SequenceInputs:
     def _share_outputs(self, model: nn.Module, args: Any, output: Any) -> None:
         loss = getattr(output, "loss", None)
         if isinstance(loss, torch.Tensor):
-            mean = loss.detach().clone()
-            dist.all_reduce(mean, group=self.context.group)
-            output.loss = loss + (mean / self.context.mesh.size() - loss.detach())
+            output.loss = loss + (self.mean(loss.detach().clone()) - loss.detach())
         if torch.is_grad_enabled() or self._given_shards:
             return
         for name in _OUTPUTS:

@@ -58,7 +58,7 @@ class PipelineBackend(ModuleBackend):
     def __init__(self, run: Run, config: BackendConfig | None = None) -> None:
         super().__init__(run, config)
         self._mesh = StageMesh(run, self.device.type)
-        self._axes = ModelAxes(run, self._mesh.axis)
+        self._axes = ModelAxes(run, self._mesh.axis, shards=self._mesh.expert_shards)
         self._group = self._mesh.pipeline
         self._ends: dist.ProcessGroup | None = None
         self._kind, self._per_rank = schedule_kind(self._options.schedule, self._options.stages_per_rank)
@@ -67,7 +67,7 @@ class PipelineBackend(ModuleBackend):
         self._names: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
         self._tied_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._group_names: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
-        self.layout = PipelineLayout(run)
+        self.layout = PipelineLayout(run, self._axes)
         self.gradients = PipelineGradients(self, self._models, mesh=self._mesh)
         self.states = PipelineStates(
             self, mesh=self._mesh, names=self._names, group_names=self._group_names, tied=self._tied_names
@@ -189,7 +189,13 @@ class PipelineBackend(ModuleBackend):
         shards = self._shard(whole, plan_of_stage(places, model), bundle)
         tied = self._tied(whole, plan)
         made = PipelinedModel(
-            model, Pipeline(stages, plan), self._options, loss_scale=self.loss_scale, tied=tied, shards=shards
+            model,
+            Pipeline(stages, plan),
+            self._options,
+            loss_scale=self.loss_scale,
+            tied=tied,
+            shards=shards,
+            sequences=self._axes.inputs,
         )
         made.train(model.training)
         self._models.add(made)
@@ -216,10 +222,13 @@ class PipelineBackend(ModuleBackend):
         """Shards this rank's stages: tensor parallelism, then data-parallel ranks; rebinds the optimizers."""
         model = whole.model
         before = named_parameters(model)
-        self._axes.apply(model, self.device, lambda tensors: None, plan)
+        self._axes.apply(model, self.device, lambda tensors: None, plan, called=False)
         shards = None
         if self._mesh.sharding is not None and self._mesh.data is not None:
-            shards = StageShards(whole, self._mesh.sharding, self._mesh.data)
+            experts = [model.get_submodule(name) for name in self._axes.experts(model)]
+            shards = StageShards(
+                whole, self._mesh.sharding, self._mesh.data, experts=experts, expert_mesh=self._mesh.experts
+            )
         after = named_parameters(model)
         for optimizer in bundle.optimizers:
             rebind(optimizer, before, after, convert=self.convert_state)

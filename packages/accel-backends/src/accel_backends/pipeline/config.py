@@ -10,8 +10,8 @@ from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
 from accel_backends.core.option_parsing import as_number
 from accel_backends.parallel.pipeline.schedules import check_microbatches, schedule_kind
 from accel_state.errors import ConfigError
+from accel_state.parallelism.config import ParallelismConfig
 
-OLDEST_TORCH = "2.13"
 MicroBatchLoss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """Function of the model's output for a micro-batch and of the arguments of the call, to a mean over samples."""
 
@@ -32,7 +32,7 @@ class PipelineParallelConfig(BackendConfig):
     """
 
     backend: ClassVar[str] = "pipeline"
-    axes: ClassVar[frozenset[str]] = frozenset({"pp", "dp_replicate", "dp_shard", "tp"})
+    axes: ClassVar[frozenset[str]] = frozenset({"pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp"})
     needs_ranks: ClassVar[bool] = True
 
     num_microbatches: int | None = None
@@ -61,22 +61,28 @@ class PipelineParallelConfig(BackendConfig):
         """Returns these options; without a degree, all ranks are one pipeline.
 
         Raises:
-            ConfigError: a number of micro-batches with which the schedule does not run; a torch before 2.13, in which
-                ranks exchange the shapes of activations in different orders.
+            ConfigError: a number of micro-batches with which the schedule does not run; ``loss_fn`` with shards of
+                sequences.
             TopologyError: the product of the degrees is not the number of processes.
         """
-        if torch.__version__ < OLDEST_TORCH:
-            raise ConfigError(
-                f"a pipeline needs torch {OLDEST_TORCH}, this is {torch.__version__}; nearest: strategy='fsdp'"
-            )
         degrees = facts.parallelism
         if degrees.total_size == 1 and "pp" in facts.open_axes:
             degrees = replace(degrees, pp_size=facts.topology.world_size)
         found = BackendConfig.resolve(self, replace(facts, parallelism=degrees))
         size = found.parallelism.size("pp")
+        self._check_loss(found.parallelism)
         micro = self.num_microbatches or size
         check_microbatches(self.schedule, micro, size)
         _, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = f"{size * per_rank} stages on {size} ranks" if per_rank > 1 else f"{size} stages"
         reason = f"pipeline of {stages}, schedule {self.schedule}, {micro} micro-batches in each batch"
         return Resolution(found.config, found.parallelism, found.implied, (reason,))
+
+    def _check_loss(self, parallelism: ParallelismConfig) -> None:
+        axis = next((one for one in ("cp", "sp") if parallelism.size(one) > 1), None)
+        if axis is not None and self.loss_fn is not None:
+            raise ConfigError(
+                f"loss_fn with {axis}_size={parallelism.size(axis)}: it would see the tokens of one rank, whose mean "
+                "over samples is not that of full sequences; nearest: pass labels to the model, whose loss is that of "
+                "all tokens"
+            )

@@ -15,6 +15,7 @@ from accel_backends.ops.fqn import WRAPS
 from accel_backends.parallel.pipeline.pipeline import Pipeline
 from accel_backends.parallel.pipeline.shards import StageShards
 from accel_backends.parallel.pipeline.stages import Feed
+from accel_backends.parallel.sequence_inputs import SequenceInputs
 from accel_backends.pipeline.config import PipelineParallelConfig
 from accel_backends.pipeline.generation import Decoding, decode_greedily
 from accel_backends.pipeline.held_gradients import HeldGradients
@@ -57,7 +58,8 @@ class PipelinedModel(nn.Module):
         module: the user's model, with the modules of this rank's stages.
         pipeline: the stages.
         tied: weight of the first and the last stage; None if this rank has none of another rank.
-        shards: sharding of the stages over data-parallel ranks; None: parameters are full.
+        shards: sharding of the stages over ranks that compute on other tokens; None: parameters are full.
+        sequences: sharding of sequences by context or sequence parallelism; None: they are full.
         reduced: whether the next backward averages gradients over replicas of the pipeline.
         unreduced: whether a backward has added gradients that are not averaged yet.
     """
@@ -71,10 +73,11 @@ class PipelinedModel(nn.Module):
         loss_scale: LossScaler | None,
         tied: TiedWeight | None,
         shards: StageShards | None = None,
+        sequences: SequenceInputs | None = None,
     ) -> None:
         super().__init__()
         self.module = module
-        self.pipeline, self.tied, self.shards = pipeline, tied, shards
+        self.pipeline, self.tied, self.shards, self.sequences = pipeline, tied, shards, sequences
         self.reduced, self.unreduced = True, False
         self._config, self._loss_scale = config, loss_scale
         self.__dict__[WRAPS] = "module"
@@ -102,6 +105,7 @@ class PipelinedModel(nn.Module):
 
     def _divided(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[float], tuple[int, int]]:
         """Micro-batches of a batch to train on, with their weights in its loss, and samples and tokens of each."""
+        given = self._own_tokens(given)
         samples, tokens = batch_shape(given)
         count = self._num_microbatches
         check_divisible(samples, count)
@@ -149,6 +153,8 @@ class PipelinedModel(nn.Module):
             losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
             fields["loss"] = self._total(losses)
         own = joined_outputs([outputs[number] for number in range(len(parts))]) if plan.has_last else {}
+        if self.sequences is not None and plan.has_last:
+            own = self.sequences.full(own)
         everywhere = self._config.outputs == "all"
         fields.update(sent_to_all(own, plan.last_rank, plan.group, plan.device) if everywhere else own)
         return PipelineOutput(fields)
@@ -158,6 +164,7 @@ class PipelinedModel(nn.Module):
 
         The rank of the last stage has the outputs.
         """
+        given = self._own_tokens(given)
         samples, tokens = batch_shape(given)
         plan = self.pipeline.plan
         ranks = dist.get_world_size(plan.group)
@@ -195,10 +202,16 @@ class PipelinedModel(nn.Module):
             Prompts with their new tokens, of shape (samples, tokens + new tokens), on every rank.
 
         Raises:
-            BackendError: an option that changes what is decoded, or no number of tokens.
+            BackendError: an option that changes what is decoded, no number of tokens, or shards of sequences.
 
         Collective: every rank of the group must call this.
         """
+        if self.sequences is not None:
+            context = self.sequences.context
+            raise BackendError(
+                f"generate with a {context.kind} model in a pipeline, whose sequences would have to divide among the "
+                f"ranks at every length; nearest: {context.without}"
+            )
         decoding = Decoding.of(self.module, max_new_tokens, options)
         with self._gathered():  # once, because data-parallel ranks may generate different numbers of tokens
             return decode_greedily(self._next_tokens, self._own_names, input_ids, attention_mask, decoding)
@@ -216,6 +229,10 @@ class PipelinedModel(nn.Module):
     def _gathered(self) -> AbstractContextManager[None]:
         """Context in which this rank's stages have full parameters."""
         return nullcontext() if self.shards is None else self.shards.gathered()
+
+    def _own_tokens(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This rank's shard of the arguments of a call."""
+        return given if self.sequences is None else self.sequences.sharded(given)
 
     @property
     def _num_microbatches(self) -> int:
@@ -236,6 +253,8 @@ class PipelinedModel(nn.Module):
         for loss in losses.values():
             total += loss.detach()
         dist.broadcast(total, group=plan.group, group_src=plan.last_rank)
+        if self.sequences is not None:
+            total = self.sequences.mean(total)
         return total if self._is_double else total.float()
 
     @property

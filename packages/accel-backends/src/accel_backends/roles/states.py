@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_backends.core.config import WholeForm
+from accel_backends.core.config import FullStateForm
 from accel_backends.ops.dtensor import full_optimizer_state, full_parameters, full_state, is_dtensor
 from accel_backends.ops.footprint import Held
 from accel_backends.ops.state_dicts import (
@@ -145,7 +145,7 @@ class ReplicatedStates:
         self,
         gather: Callable[..., dict[str, Any]],
         state: dict[str, Any],
-        form: WholeForm | None,
+        form: FullStateForm | None,
         main_only: bool | None,
     ) -> dict[str, Any]:
         if form is None:
@@ -154,6 +154,6 @@ class ReplicatedStates:
         return gather(state, keep=not main_only or self.run.session.rank == 0, host=form.offload_to_cpu)
 
 
-def _gathered_form(values: Iterable[Any]) -> WholeForm | None:
+def _gathered_form(values: Iterable[Any]) -> FullStateForm | None:
     """Returns the default form if any value is a DTensor, which has to be gathered; otherwise None."""
-    return WholeForm() if any(map(is_dtensor, values)) else None
+    return FullStateForm() if any(map(is_dtensor, values)) else None

@@ -10,11 +10,8 @@ from accel_backends.parallel.pipeline.pipeline import Pipeline, StagePlan
 from accel_backends.parallel.pipeline.ranges import balanced_ranges, stages_of_rank
 from accel_backends.parallel.pipeline.schedules import schedule_kind
 from accel_backends.parallel.pipeline.stages import Feed, drop_other_stages, make_stages
-from accel_backends.pipeline.config import OLDEST_TORCH
 from accel_state.errors import BackendError
 from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama
-
-pytestmark = pytest.mark.skipif(torch.__version__ < OLDEST_TORCH, reason=f"pipelines need torch {OLDEST_TORCH}")
 
 LENGTH, BATCH = 16, 2
 MODELS = {

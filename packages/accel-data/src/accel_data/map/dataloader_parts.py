@@ -36,7 +36,7 @@ class DataLoaderParts:
         sampler: the user's sampler of single indices, or None for a batch sampler without one.
         batch_size: size of one batch; None: batches have any size.
         batched: whether the dataset gets lists of indices (otherwise one index at a time).
-        whole: whether the batch sampler is not torch's own, so that its batches must be iterated.
+        own_batch_sampler: whether the batch sampler is not of torch's class, so that its batches must be iterated.
     """
 
     slot: str
@@ -45,7 +45,7 @@ class DataLoaderParts:
     batch_size: int | None
     drop_last: bool
     batched: bool
-    whole: bool
+    own_batch_sampler: bool
 
 
 def read_dataloader(dataloader: "DataLoader[Any]", options: LoaderOptions) -> DataLoaderParts:
@@ -92,7 +92,7 @@ def order_of(parts: DataLoaderParts, options: LoaderOptions) -> Order | None:
     Raises:
         ConfigError: ``sharding="node"`` with an order that does not read each sample once.
     """
-    make = None if parts.whole else _ORDERS.get(_torchs_class(parts.sampler))
+    make = None if parts.own_batch_sampler else _ORDERS.get(_torchs_class(parts.sampler))
     order = None if make is None else make(parts.sampler)
     if order is None or options.sharding != "node":
         return order

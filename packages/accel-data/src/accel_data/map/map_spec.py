@@ -35,12 +35,12 @@ class MapSpec:
     def __post_init__(self) -> None:
         parts, options = self.parts, self.loader.options
         if options.sharding != "index" and self.order is None:
-            name = type(parts.batch_sampler if parts.whole else parts.sampler).__name__
+            name = type(parts.batch_sampler if parts.own_batch_sampler else parts.sampler).__name__
             raise ConfigError(
                 f"sharding={options.sharding!r} computes positions, but {name} has to be walked; use a sampler of "
                 "torch's, an accel_data.OrderSampler, or sharding='index'"
             )
-        if options.global_batch_size is not None and parts.whole:
+        if options.global_batch_size is not None and parts.own_batch_sampler:
             raise ConfigError(
                 f"global_batch_size={options.global_batch_size} cuts batches by itself, but "
                 f"{type(parts.batch_sampler).__name__} already makes them; give the loader batch_size and sampler"

@@ -64,13 +64,13 @@ def agree_on_seed(spec: MapSpec) -> SharedSeed:
     first = said[0]
     if not shares or len(said) == 1:
         return SharedSeed(first.seed)
-    walked = type(parts.batch_sampler if parts.whole else parts.sampler).__name__
+    walked = type(parts.batch_sampler if parts.own_batch_sampler else parts.sampler).__name__
     return SharedSeed(first.seed, IndexCheck(first.name, rank, first.rank, walked))
 
 
 def _proposed(parts: DataLoaderParts, options: LoaderOptions) -> int | None:
     """Returns this rank's proposal for the seed; None if the order is always the same."""
-    if type(parts.sampler) is SequentialSampler and not parts.whole:
+    if type(parts.sampler) is SequentialSampler and not parts.own_batch_sampler:
         return None
     if options.data_seed is not None:
         return options.data_seed

@@ -92,7 +92,7 @@ class MapSource(Source):
         """Samples of one epoch, if the sampler or the dataset has a length."""
         if self._order is not None:
             return len(self._order)
-        size = None if self._parts.whole else sized(self._parts.sampler)
+        size = None if self._parts.own_batch_sampler else sized(self._parts.sampler)
         return sized(self.dataloader.dataset) if size is None else size
 
     def _sharding(self, total: int) -> ByIndex | Elastic:
@@ -150,7 +150,7 @@ class MapSource(Source):
                 epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes
             )
         size, rng = sized(loader.dataset), self._rng(cursor.epoch)
-        if parts.whole:
+        if parts.own_batch_sampler:
             cut = self._cut()
             return BatchSamplerStream(
                 parts.batch_sampler, cut, start=cursor, shard=shard, size=size, rng=rng, ahead=ahead, trail=trail
@@ -236,7 +236,7 @@ class MapSource(Source):
         parts, rank = self._parts, self._shard.index
         if callable(self._options.sharding):
             return None
-        if parts.whole:
+        if parts.own_batch_sampler:
             batches = sized(parts.batch_sampler)
             passed = 0 if not cursor.samples else None
             if self._passed is not None and self._passed[0] == cursor:
@@ -258,7 +258,7 @@ class MapSource(Source):
             return self._skip_by_function(cursor, batches)
         if order is not None:
             return Cursor(cursor.epoch, self._computed(order).seek(cursor.samples, batches))
-        if not self._parts.whole:
+        if not self._parts.own_batch_sampler:
             total = sized(self._parts.sampler)
             sharding = self._sharding(UNKNOWN_TOTAL if total is None else total)
             return Cursor(cursor.epoch, sharding.seek(cursor.samples, batches))
@@ -321,7 +321,7 @@ class MapSource(Source):
         """Returns the description of the order; cached, because it may read every weight or length."""
         order, parts = self._order, self._parts
         if order is None:
-            walked = parts.batch_sampler if parts.whole else parts.sampler
+            walked = parts.batch_sampler if parts.own_batch_sampler else parts.sampler
             return {"kind": "walked", "sampler": type(walked).__qualname__}
         if self._described is None or self._described[0] is not order:
             self._described = (order, order.describe())

@@ -5,15 +5,16 @@ rows. A state therefore fits any other stage, world size and backend, and no ran
 full tensor.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from accel_backends.ops import state_dicts as states
 from accel_backends.ops.dtensor import gathered, is_dtensor
-from accel_backends.ops.fqn import first_names, innermost, named_parameters, places
+from accel_backends.ops.fqn import first_names, innermost, named_parameters
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, differences, fitted_groups
 from accel_deepspeed.engine.optimizers import is_host
 from accel_deepspeed.tensor_parallel.shards import full_of_shard, local_shape_of, shape_of, shard_of_full
@@ -21,7 +22,7 @@ from accel_deepspeed.zero.partitions import Partition, Partitions
 from accel_state.errors import CheckpointMismatchError
 from accel_state.watchdog.decorator import recorded
 
-STEP, EXTRA_STATE = "step", "_extra_state"
+STEP = "step"
 
 
 @final
@@ -117,21 +118,25 @@ def model_state(engine: Any, parts: Partitions | None, layout: PartitionLayout) 
 
     Collective: every rank of the group must call this.
     """
-    state: dict[str, Any] = {}
-    for name, parameter in named_parameters(engine).items():
-        if parts is not None and parts.holds(parameter):
-            state[name] = layout.sharded(full_of(parts, parameter))
-        else:
-            state[name] = layout.sharded(computed_weight(parameter))
-    state.update(_buffers(engine))
-    return {name: state[name] for name in _order(engine, state)}
+    return {
+        name: layout.sharded(full_weight(parts, value)) if isinstance(value, nn.Parameter) else value
+        for name, value in _entries(engine).items()
+    }
 
 
-def computed_weight(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns a full parameter in the compute dtype. At stage 3 or with AutoTP this is a collective.
+def _entries(engine: Any) -> dict[str, Any]:
+    """Returns parameters, buffers and extra states by FQN, in the order of the model's own state dict."""
+    parameters = named_parameters(engine)
+    return {name: parameters.get(name, value) for name, value in states.model_state(engine).items()}
+
+
+def full_weight(parts: Partitions | None, parameter: nn.Parameter) -> torch.Tensor:
+    """Returns a full parameter: the optimizer's master weight, or in the compute dtype if it has none.
 
     Collective: every rank of the group must call this.
     """
+    if parts is not None and parts.holds(parameter):
+        return full_of(parts, parameter)
     if not hasattr(parameter, "ds_id"):
         return full_of_shard(parameter, parameter.detach())
     from deepspeed.runtime.zero import GatheredParameters
@@ -146,7 +151,8 @@ def load_model_state(engine: Any, parts: Partitions | None, state: Mapping[str, 
 
     Collective: every rank of the group must call this.
     """
-    for name, parameter in named_parameters(engine).items():
+    parameters = named_parameters(engine)
+    for name, parameter in parameters.items():
         if name not in state:
             continue
         value = gathered(state[name]).detach().to(engine.device)
@@ -156,8 +162,8 @@ def load_model_state(engine: Any, parts: Partitions | None, state: Mapping[str, 
             _set_computed(parameter, value)
     if parts is not None:
         parts.refresh()
-    with torch.no_grad():
-        _load_buffers(engine, state)
+    others = {name: value for name, value in state.items() if name not in parameters}
+    states.load_model_state(engine, others, strict=False, place=lambda value, _: _gathered(value))
 
 
 def _set_computed(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -172,32 +178,8 @@ def _set_computed(parameter: nn.Parameter, value: torch.Tensor) -> None:
         parameter.copy_(value)
 
 
-def _buffers(engine: Any) -> dict[str, Any]:
-    """Returns persistent buffers and extra states (``get_extra_state``) of modules, by FQN."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    for place in places(engine):
-        module = place.module
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found[place.prefix + name] = buffer
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found[place.prefix + EXTRA_STATE] = module.get_extra_state()
-    return found
-
-
-def _load_buffers(engine: Any, state: Mapping[str, Any]) -> None:
-    own = _buffers(engine)
-    for place in places(engine):
-        for name in (*place.module._buffers, EXTRA_STATE):
-            key = place.prefix + name
-            if key not in state or key not in own:
-                continue
-            if name == EXTRA_STATE:
-                place.module.set_extra_state(state[key])
-            else:
-                own[key].copy_(gathered(state[key]))
+def _gathered(value: Any) -> Any:
+    return gathered(value) if isinstance(value, torch.Tensor) else value
 
 
 def fitted_state(engine: Any, state: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -207,10 +189,9 @@ def fitted_state(engine: Any, state: Mapping[str, Any], *, strict: bool) -> dict
         CheckpointMismatchError: names are missing or unknown (``strict``), or shapes differ.
     """
     stored = first_names(innermost(engine))
-    shapes = {name: tuple(shape_of(parameter)) for name, parameter in named_parameters(engine).items()}
-    shapes |= {name: tuple(v.shape) for name, v in _buffers(engine).items() if isinstance(v, torch.Tensor)}
+    wanted = _entries(engine)
+    shapes = {name: tuple(shape_of(value)) for name, value in wanted.items() if isinstance(value, torch.Tensor)}
     given = {stored.get(name, name): value for name, value in state.items()}
-    wanted = {*shapes, *_buffers(engine)}
     missing = [name for name in wanted if name not in given]
     unexpected = [name for name in given if name not in wanted]
     if strict and (missing or unexpected):
@@ -239,22 +220,11 @@ def full_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str
 
 def _full_state(engine: Any, parts: Partitions | None, *, keep: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, parameter in named_parameters(engine).items():
-        held = parts is not None and parts.holds(parameter)
-        whole = full_of(parts, parameter) if held and parts is not None else computed_weight(parameter)
+    for name, value in _entries(engine).items():
+        full = full_weight(parts, value) if isinstance(value, nn.Parameter) else value
         if keep:
-            found[name] = whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()
-    if not keep:
-        return {}
-    for name, value in _buffers(engine).items():
-        found[name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-    return {name: found[name] for name in _order(engine, found)}
-
-
-def _order(engine: Any, state: Mapping[str, Any]) -> Iterable[str]:
-    """Returns the names in the order of the model's own state dict."""
-    seen = dict.fromkeys(name for name in first_names(innermost(engine)).values() if name in state)
-    return (*seen, *(name for name in state if name not in seen))
+            found[name] = full.detach().to("cpu", copy=True) if isinstance(full, torch.Tensor) else full
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- the optimizer
@@ -309,10 +279,7 @@ def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout
             continue
         for key in tensors:
             put_full(parts, parameter, gathered(saved[name][key]).detach().to(engine.device), key)
-    relink = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-    if relink is not None:
-        engine.optimizer._hp_optimizer_states_linked = False
-        relink()
+    parts.states_changed()
 
 
 def _copied(values: Mapping[str, Any], *, plain: bool = False, behind: int = 0) -> dict[str, Any]:

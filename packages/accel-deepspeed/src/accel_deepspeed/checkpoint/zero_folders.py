@@ -7,8 +7,8 @@ have to be installed.
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, final
@@ -256,16 +256,19 @@ def _states(part: Folder) -> Mapping[str, dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------- by stage
 
 
-@final
-@dataclass(slots=True)
-class _Optimizer:
-    """Optimizer state in assembly, by FQN."""
+def _states_of(
+    first: Mapping[str, Any], names: Iterable[str], join: Callable[[str], Iterator[tuple[str, torch.Tensor]]]
+) -> dict[str, dict[str, Any]]:
+    """Returns optimizer states by FQN, from those of the first rank's first flat tensor.
 
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def canonical(self) -> dict[str, Any]:
-        return {STATE: self.state, GROUPS: self.groups}
+    ``join``: returns the values of all parameters ``names`` for an elementwise state.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in names} if first else {}
+    for key, value in first.items():
+        elementwise = isinstance(value, torch.Tensor) and value.dim()
+        for name, own in join(key) if elementwise else [(name, _own(value)) for name in found]:
+            found[name][key] = own
+    return found
 
 
 def _whole(
@@ -287,15 +290,12 @@ def _whole(
             f"the optimizer of this folder of stage 0 has {len(held)} parameters, and {len(names)} are known "
             f"({', '.join(names[:3])}, ...); build the optimizer that was saved"
         )
-    found = _Optimizer()
-    for group in inner[GROUPS]:
-        found.groups.append({**group, PARAMS: [names[index] for index in group[PARAMS]]})
-    for index, values in inner[STATE].items():
-        found.state[names[index]] = dict(values)
+    options = [{**group, PARAMS: [names[index] for index in group[PARAMS]]} for group in inner[GROUPS]]
+    state = {names[index]: dict(values) for index, values in inner[STATE].items()}
     copies = [tensor.detach() for group in saved.get("fp32_groups", ()) for tensor in group]
     model.update(zip(names, copies, strict=False))
     scale = {SCALE: float(saved["cur_scale"]), TRACKER: 0} if saved.get("dynamic_loss_scale") else None
-    return model, found.canonical(), scale
+    return model, {STATE: state, GROUPS: options}, scale
 
 
 def _partitioned(
@@ -304,20 +304,14 @@ def _partitioned(
     """Reads a stage 1 or 2 state: each group is flattened, and each rank has the next slice of it."""
     model = dict(facts["module"])
     bases = [rank["base_optimizer_state"] for rank in ranks]
-    found = _Optimizer()
+    state: dict[str, dict[str, Any]] = {}
+    options: list[dict[str, Any]] = []
     for number, shapes in enumerate(facts["param_shapes"]):
-        found.groups.append({**bases[0][GROUPS][number], PARAMS: list(shapes)})
-        flat = torch.cat([rank["single_partition_of_fp32_groups"][number].view(-1) for rank in ranks])
-        model.update(_cut(flat, shapes))
+        options.append({**bases[0][GROUPS][number], PARAMS: list(shapes)})
+        model.update(_cut(_line([rank["single_partition_of_fp32_groups"][number] for rank in ranks]), shapes))
         states = [base[STATE].get(number, {}) for base in bases]
-        for key, first in states[0].items():
-            if isinstance(first, torch.Tensor) and first.dim():
-                pieces: Iterator[tuple[str, Any]] = _cut(torch.cat([state[key].view(-1) for state in states]), shapes)
-            else:
-                pieces = iter([(name, _own(first)) for name in shapes])
-            for name, value in pieces:
-                found.state.setdefault(name, {})[key] = value
-    return model, found.canonical(), _scale_of(ranks[0])
+        state |= _states_of(states[0], shapes, lambda key: _cut(_line([one[key] for one in states]), shapes))  # noqa: B023
+    return model, {STATE: state, GROUPS: options}, _scale_of(ranks[0])
 
 
 def _cut(flat: torch.Tensor, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -340,20 +334,16 @@ def _sharded(
         model[name] = torch.cat(fragments)[: shape.numel()].view(shape).detach().clone()
     inner = [rank["optimizer_state_dict"] for rank in ranks]
     shapes: Shapes = facts["param_shapes"]
-    found = _Optimizer()
-    found.groups = [{**group, PARAMS: list(names)} for group, names in zip(inner[0][GROUPS], shapes, strict=True)]
+    options = [{**group, PARAMS: list(names)} for group, names in zip(inner[0][GROUPS], shapes, strict=True)]
     every = {name: shape for group in shapes for name, shape in group.items()}
     model.update(_joined([_line(rank["fp32_flat_groups"]) for rank in ranks], every))
     order = sorted(inner[0][STATE])
-    for key, first in (inner[0][STATE][order[0]] if order else {}).items():
-        if isinstance(first, torch.Tensor) and first.dim():
-            lines = [_line([one[STATE][index][key] for index in order]) for one in inner]
-            pieces: Iterator[tuple[str, Any]] = _joined(lines, every)
-        else:
-            pieces = iter([(name, _own(first)) for name in every])
-        for name, value in pieces:
-            found.state.setdefault(name, {})[key] = value
-    return model, found.canonical(), _scale_of(ranks[0])
+    state = _states_of(
+        inner[0][STATE][order[0]] if order else {},
+        every,
+        lambda key: _joined([_line([one[STATE][index][key] for index in order]) for one in inner], every),
+    )
+    return model, {STATE: state, GROUPS: options}, _scale_of(ranks[0])
 
 
 def _own(value: Any) -> Any:

@@ -101,17 +101,22 @@ def layout(options: Options, degrees: ParallelismConfig, world_size: int) -> Par
         ConfigError: both sequence and tensor parallelism.
     """
     sequences, layers = options.sequence_parallel_size, options.tensor_parallel_size
-    if sequences > 1 and layers > 1:
-        raise ConfigError(
-            f"{SEQUENCES}={sequences} and {LAYERS}={layers}: neighbours share sequences or layers, not both; leave one "
-            "of them out"
-        )
+    check_one_axis(sequences, layers)
     rest, left_over = divmod(world_size, sequences * layers)
     replicates = options.zero_stage == 0 and layers == 1
     if layers > 1 and degrees.data_parallel_size == 1 and not left_over:
         degrees = replace(degrees, dp_shard_size=rest)
     fitted = degrees.fitted(world_size)
     return replace(fitted, dp_replicate_size=rest if replicates else 1, dp_shard_size=1 if replicates else rest)
+
+
+def check_one_axis(sequences: int, layers: int) -> None:
+    """Raises ConfigError for both sequence and tensor parallelism."""
+    if sequences > 1 and layers > 1:
+        raise ConfigError(
+            f"{SEQUENCES}={sequences} and {LAYERS}={layers}: neighbours share sequences or layers, not both; leave one "
+            "of them out"
+        )
 
 
 def check_groups(world_size: int, size: int, key: str) -> None:
@@ -132,22 +137,14 @@ def largest_divisor(total: int, most: int) -> int:
     return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
 
 
-def share_sequences(options: Options, size: int) -> None:
-    """Sets the sequence-parallel size to ``size``.
+def share(options: Options, *, sequences: int, layers: int) -> None:
+    """Sets the sequence-parallel and the tensor-parallel size.
 
     Raises:
-        ConfigError: the options have another value, or leave the stage to the planner.
+        ConfigError: the options have other values, or leave the stage to the planner.
     """
-    _share(options, size, options.sequence_parallel_size, axis="sp", key=SEQUENCES)
-
-
-def share_layers(options: Options, size: int) -> None:
-    """Sets the tensor-parallel size to ``size``.
-
-    Raises:
-        ConfigError: the options have another value, or leave the stage to the planner.
-    """
-    _share(options, size, options.tensor_parallel_size, axis="tp", key=LAYERS)
+    _share(options, sequences, options.sequence_parallel_size, axis="sp", key=SEQUENCES)
+    _share(options, layers, options.tensor_parallel_size, axis="tp", key=LAYERS)
 
 
 def _share(options: Options, size: int, own: int, *, axis: str, key: str) -> None:

@@ -14,173 +14,56 @@ from accel_state.errors import ConfigError
 AUTO = "auto"
 ZERO = "zero_optimization"
 
-# Keys that DeepSpeed 0.19 reads. It ignores all others at the top level, so that a misspelt key would silently leave a
-# default in place. Source: DeepSpeed's configuration reference.
-TOP_KEYS = frozenset(
-    [
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "managed_gradient_accumulation",
-        "optimizer",
-        "scheduler",
-        "communication_data_type",
-        "seq_parallel_communication_data_type",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "gradient_allreduce_op",
-        "sparse_gradients",
-        "gradient_clipping",
-        "fp16",
-        "bf16",
-        "bfloat16",
-        "amp",
-        "torch_autocast",
-        "data_types",
-        "zero_optimization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "aio",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "log_level",
-        "disable_allgather",
-        "disable_python_gc",
-        "autotuning",
-        "flops_profiler",
-        "activation_checkpointing",
-        "sparse_attention",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "comms_logger",
-        "compression_training",
-        "data_efficiency",
-        "curriculum_learning",
-        "data_types",
-        "checkpoint",
-        "elasticity",
-        "expert_parallel",
-        "tensor_parallel",
-        "sequence_parallel_size",
-        "data_parallel_size",
-        "pipeline",
-        "hybrid_engine",
-        "compile",
-        "timers",
-        "eigenvalue",
-        "progressive_layer_drop",
-        "quantize_training",
-        "vocabulary_size",
-        "dataloader_drop_last",
-        "use_data_before_expert_parallelism",
-        "nebula",
-        "zero_elastic_checkpoint",
-        "weight_quantization",
-        "swap_tensor",
-        "load_universal_checkpoint",
-        "graph_harvesting",
-        "msamp",
-    ]
-)
-ZERO_KEYS = frozenset(
-    [
-        "stage",
-        "allgather_bucket_size",
-        "allgather_partitions",
-        "allgather_sequential",
-        "compute_grad_norm",
-        "contiguous_gradients",
-        "cpu_offload",
-        "cpu_offload_param",
-        "cpu_offload_use_pin_memory",
-        "elastic_checkpoint",
-        "enable_sanity_checks",
-        "gather_16bit_weights_on_model_save",
-        "ignore_unused_parameters",
-        "leaf_module",
-        "legacy_stage1",
-        "load_from_fp32_weights",
-        "log_trace_cache_warnings",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "memory_efficient_linear",
-        "model_persistence_threshold",
-        "module_granularity_threshold",
-        "offload_optimizer",
-        "offload_param",
-        "overlap_comm",
-        "override_module_apply",
-        "param_persistence_threshold",
-        "parameter_alignment",
-        "pipeline_loading_checkpoint",
-        "prefetch_bucket_size",
-        "reduce_bucket_size",
-        "reduce_scatter",
-        "round_robin_gradients",
-        "save_muon_momentum_buffer_in_memory",
-        "stage3_allgather_sequential",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_model_persistence_threshold",
-        "stage3_module_granularity_threshold",
-        "stage3_param_persistence_threshold",
-        "stage3_prefetch_bucket_size",
-        "stage3_use_all_reduce_for_fetch_params",
-        "sub_group_size",
-        "use_all_reduce_for_fetch_params",
-        "use_multi_rank_bucket_allreduce",
-        "zenflow",
-        "zero_hpz_partition_size",
-        "zero_quantized_gradients",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_weights",
-    ]
-)
-OFFLOAD_OPTIMIZER_KEYS = frozenset(
-    [
-        "buffer_count",
-        "cpuadam_cores_perc",
-        "device",
-        "fast_init",
-        "nvme_path",
-        "pin_memory",
-        "pipeline_read",
-        "pipeline_write",
-        "ratio",
-        "super_offload",
-    ]
-)
-OFFLOAD_PARAM_KEYS = frozenset(["buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"])
-TENSOR_KEYS = frozenset(
-    [
-        "autotp_size",
-        "dtype",
-        "injection_policy_tuple",
-        "keep_module_on_host",
-        "kernel_inject",
-        "partition_config",
-        "preset_model",
-        "replace_with_kernel_inject",
-        "tensor_parallel",
-        "tp",
-        "tp_overlap_comm",
-        "vocab_parallel_ce_backend",
-        "vocab_parallel_lm_head",
-    ]
-)
-_SECTIONS = {
-    "": TOP_KEYS,
-    ZERO: ZERO_KEYS,
-    f"{ZERO}.offload_optimizer": OFFLOAD_OPTIMIZER_KEYS,
-    f"{ZERO}.offload_param": OFFLOAD_PARAM_KEYS,
-    "tensor_parallel": TENSOR_KEYS,
-}
+# Keys that DeepSpeed 0.19 reads, by section; "top" is the document. It ignores all others at the top level, so that a
+# misspelt key would silently leave a default in place. Source: DeepSpeed's configuration reference.
+_KNOWN = """
+top:
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
+    compile compression_training csv_monitor curriculum_learning data_efficiency data_parallel_size data_types
+    dataloader_drop_last disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel
+    flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+    graph_harvesting hybrid_engine load_universal_checkpoint log_level managed_gradient_accumulation memory_breakdown
+    msamp nebula optimizer pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
+    seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients steps_per_print
+    swap_tensor tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+    zero_allow_untested_optimizer zero_elastic_checkpoint zero_force_ds_cpu_optimizer zero_optimization
+zero_optimization:
+    allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients cpu_offload
+    cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks
+    gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
+    log_trace_cache_warnings max_live_parameters max_reuse_distance memory_efficient_linear model_persistence_threshold
+    module_granularity_threshold offload_optimizer offload_param overlap_comm override_module_apply
+    param_persistence_threshold parameter_alignment pipeline_loading_checkpoint prefetch_bucket_size reduce_bucket_size
+    reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential
+    stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_model_persistence_threshold stage3_module_granularity_threshold
+    stage3_param_persistence_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size
+    use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size
+    zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+zero_optimization.offload_optimizer:
+    buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio
+    super_offload
+zero_optimization.offload_param:
+    buffer_count buffer_size device max_in_cpu nvme_path pin_memory
+tensor_parallel:
+    autotp_size dtype injection_policy_tuple keep_module_on_host kernel_inject partition_config preset_model
+    replace_with_kernel_inject tensor_parallel tp tp_overlap_comm vocab_parallel_ce_backend vocab_parallel_lm_head
+"""
+
+
+def _sections(table: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for word in table.split():
+        if word.endswith(":"):
+            section = found.setdefault(word[:-1], set())
+        else:
+            section.add(word)
+    return found
+
+
+_SECTIONS = _sections(_KNOWN)
+TOP_KEYS = frozenset(_SECTIONS["top"])
 _GONE = {
     "mics_shard_size": "MiCS was removed from DeepSpeed; nearest: zero_hpz_partition_size (ZeRO++), or strategy 'fsdp' "
     "with sharding_strategy HYBRID_SHARD",
@@ -235,13 +118,13 @@ def check_keys(document: Mapping[str, Any], origin: str) -> None:
         if find(document, f"{section}.enabled", False):
             raise ConfigError(f"{section}.enabled ({origin}): {reason}")
     for section, known in _SECTIONS.items():
-        found = find(document, section) if section else document
+        found = document if section == "top" else find(document, section)
         if not isinstance(found, Mapping):
             continue
         for key in found:
             if key in known:
                 continue
-            name = f"{section}.{key}" if section else str(key)
+            name = str(key) if section == "top" else f"{section}.{key}"
             if key in _GONE:
                 raise ConfigError(f"{name} ({origin}): {_GONE[key]}")
             raise ConfigError(f"{origin} has a key {name!r} that DeepSpeed does not know{near(str(key), known)}")

@@ -14,8 +14,7 @@ from accel_deepspeed.config.consistency import (
     SEQUENCES,
     implied_by,
     layout,
-    share_layers,
-    share_sequences,
+    share,
     with_own_degrees,
 )
 from accel_deepspeed.config.ds_json import (
@@ -29,35 +28,9 @@ from accel_deepspeed.config.ds_json import (
     near,
     put,
 )
-from accel_deepspeed.config.parsing import read
+from accel_deepspeed.config.fields import FIELDS, PREFIX
 from accel_state.errors import ConfigError
 
-PREFIX = "ACCELERATE_DEEPSPEED_"
-_NVME = "{}_nvme_path"
-# For each field: its key in DeepSpeed's JSON, and its environment variable.
-_KEYS: Mapping[str, tuple[str, str]] = {
-    "gradient_accumulation_steps": ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-    "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
-    "zero_stage": (f"{ZERO}.stage", f"{PREFIX}ZERO_STAGE"),
-    "offload_optimizer_device": (f"{ZERO}.offload_optimizer.device", f"{PREFIX}OFFLOAD_OPTIMIZER_DEVICE"),
-    "offload_param_device": (f"{ZERO}.offload_param.device", f"{PREFIX}OFFLOAD_PARAM_DEVICE"),
-    "offload_optimizer_nvme_path": (f"{ZERO}.offload_optimizer.nvme_path", f"{PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH"),
-    "offload_param_nvme_path": (f"{ZERO}.offload_param.nvme_path", f"{PREFIX}OFFLOAD_PARAM_NVME_PATH"),
-    "zero3_save_16bit_model": (
-        f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-        f"{PREFIX}ZERO3_SAVE_16BIT_MODEL",
-    ),
-}
-_DEFAULTS: Mapping[str, Any] = {
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
-    "zero_stage": 2,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "offload_optimizer_nvme_path": None,
-    "offload_param_nvme_path": None,
-    "zero3_save_16bit_model": False,
-}
 _WORDS = {"true": True, "false": False}
 # Short names in a plain mapping: a switch, a device, or DeepSpeed's own section.
 _SHORT = {"offload_optimizer": "offload_optimizer_device", "offload_param": "offload_param_device"}
@@ -199,19 +172,20 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         document = self.hf_ds_config.config
         where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
         check_keys(document, where)
-        self.chooses_stage = self.zero_stage == AUTO and _unset(find(document, _KEYS["zero_stage"][0]))
-        for name, (key, variable) in _KEYS.items():
-            self._decide(name, key, variable, where, env)
+        self.chooses_stage = self.zero_stage == AUTO and _unset(find(document, FIELDS["zero_stage"].key))
+        for name in FIELDS:
+            self._decide(name, where, env)
         self._check(env)
         self.hf_ds_config.set_stage_and_offload()
 
-    def _decide(self, name: str, key: str, variable: str, where: str, env: Mapping[str, str]) -> None:
+    def _decide(self, name: str, where: str, env: Mapping[str, str]) -> None:
         """Resolves one value, in the field and in the document."""
-        document = self.hf_ds_config.config
+        document, option = self.hf_ds_config.config, FIELDS[name]
+        key, read = option.key, option.read
         written = find(document, key)
         found, origin = getattr(self, name), self.sources.get(name, f"deepspeed_plugin {name}")
         if _unset(found):
-            found, origin = env.get(variable), f"environment {variable}"
+            found, origin = env.get(option.variable), f"environment {option.variable}"
         chosen = None if _unset(found) else read(name, found, origin)
         stated = None if _unset(written) else read(name, written, f"{where} {key}")
         if chosen is not None and stated is not None and chosen != stated:
@@ -222,7 +196,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         if chosen is None and stated is not None:
             chosen, origin = stated, f"{where} {key}"
         if chosen is None:
-            chosen, origin = _DEFAULTS[name], "default"
+            chosen, origin = option.default, "default"
         setattr(self, name, None if chosen == AUTO else chosen)
         self.origins[key] = origin
         section = key.rpartition(".")[0]
@@ -285,13 +259,13 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
 
     def _with_plan(self, options: Mapping[str, Any]) -> Self:
         for name in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
-            origin = self.origins[_KEYS[name][0]]
+            origin = self.origins[FIELDS[name].key]
             if origin != "default" and options.get(name, "none") != getattr(self, name):
                 raise ConfigError(
                     f"the planner chose {name}={options.get(name, 'none')!r}, and {origin} says "
                     f"{getattr(self, name)!r}; give all values instead of 'auto'"
                 )
-        known = {name: self.origins[key] for name, (key, _) in _KEYS.items()}
+        known = {name: self.origins[option.key] for name, option in FIELDS.items()}
         sources = {**known, **dict.fromkeys(options, "the planner")}
         return replace(self, hf_ds_config=HfDeepSpeedConfig(self.deepspeed_config), sources=sources, **options)
 
@@ -323,8 +297,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
             ConfigError: these options, or another plugin's, have other values; or the planner chooses the stage.
         """
         for plugin in self.plugins.values() or (self,):
-            share_sequences(plugin, sequences)
-            share_layers(plugin, layers)
+            share(plugin, sequences=sequences, layers=layers)
             plugin.sequence_attention = attention
 
     @property

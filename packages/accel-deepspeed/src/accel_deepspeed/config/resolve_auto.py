@@ -31,7 +31,6 @@ class RunFacts:
         smallest: report the smallest of several batch sizes, otherwise the largest.
         rates: ``lr`` and ``weight_decay`` of a ``DummyOptim``.
         steps: ``total_num_steps`` and ``warmup_num_steps`` of a ``DummyScheduler``.
-        own_optimizer: the user gave an optimizer of their own.
         scaler: options of the loss scale, if given.
         device_type: type of the training devices.
         share_layers: size of a tensor-parallel group.
@@ -45,7 +44,6 @@ class RunFacts:
     smallest: bool = True
     rates: Mapping[str, float] | None = None
     steps: Mapping[str, int | None] | None = None
-    own_optimizer: bool = True
     scaler: GradScalerKwargs | None = None
     device_type: str = "cpu"
     share_layers: int = 1

@@ -212,7 +212,6 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
         smallest=owner._options.is_train_batch_min,
         rates=None if dummy is None else {"lr": dummy.lr, "weight_decay": dummy.weight_decay},
         steps=steps,
-        own_optimizer=optimizer is not None and dummy is None,
         scaler=owner.scaler_options,
         device_type=owner.device.type,
         share_layers=owner._layers.size,

@@ -1,7 +1,6 @@
 """Construction of engines, and the record of each."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -13,12 +12,16 @@ from torch.utils.hooks import RemovableHandle
 from accel_backends.ops.fqn import WRAPS, named_parameters
 from accel_deepspeed.checkpoint.state_dicts import put_full
 from accel_deepspeed.library import forget_module, library, local_rank
+from accel_deepspeed.private import joined_backward, partitioned_as_given
 from accel_deepspeed.tensor_parallel.replicated_gradients import FirstGradients
 from accel_deepspeed.tensor_parallel.shards import shape_of
-from accel_deepspeed.zero.gradients import Gradients, gradients_of
+from accel_deepspeed.zero.gradients import Gradients
 from accel_deepspeed.zero.missing_gradients import LeftOut
 from accel_deepspeed.zero.parameter_edits import Edits, NativeLoads, hook_loading
 from accel_deepspeed.zero.partitions import OwnParts, Partitions, parts_of
+from accel_deepspeed.zero.stage0 import WholeGradients
+from accel_deepspeed.zero.stage3 import ShardedGradients
+from accel_deepspeed.zero.stage12 import PartitionedGradients
 from accel_precision.policy import PrecisionPolicy
 from accel_state.errors import BackendError, PrepareError
 from accel_state.pytree.operations import map_leaves
@@ -104,7 +107,7 @@ def start_engine(
     count_alike(session)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with local_rank(session), _as_given():
+        with local_rank(session), partitioned_as_given():
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -122,50 +125,22 @@ def start_engine(
     return engine
 
 
-@contextmanager
-def _as_given() -> Iterator[None]:
-    """Context in which stage 3 partitions parameters in their own dtype.
-
-    DeepSpeed 0.19.8 otherwise uses bf16 on devices that do not compute in fp16, and rounds parameters that it writes to
-    disk.
-    """
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
-
-    there = Owner._set_dtype
-
-    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
-        if dtype is None:
-            there(self, ds_config, dtype)
-        else:
-            self.dtype = dtype
-
-    Owner._set_dtype = set_dtype
-    try:
-        yield
-    finally:
-        Owner._set_dtype = there
-
-
 def count_alike(session: "Session") -> None:
-    """Synchronises DeepSpeed's counters of modules and parameters over ranks.
+    """Synchronises DeepSpeed's counter of parameters over ranks.
 
     Collective: every rank of the group must call this.
 
-    Stage 3 numbers modules and parameters over all engines of a process and compares the numbers between ranks; they
-    differ if one rank had an engine of its own before. The module counter is a default argument of the method that
-    numbers modules.
+    Stage 3 numbers the parameters of all engines of a process, and orders its all-gathers by the numbers; they differ
+    if one rank had an engine of its own before.
     """
     if session.world_size == 1:
         return
     import torch.distributed as dist
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    modules = defaults[0] if defaults and isinstance(defaults[0], list) else [0]
-    most = torch.tensor([modules[0], Init.param_id], device=session.device.torch)
+    most = torch.tensor(Init.param_id, device=session.device.torch)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=session.group)
-    modules[0], Init.param_id = most.tolist()
+    Init.param_id = int(most)
 
 
 def take_engine(
@@ -173,8 +148,8 @@ def take_engine(
 ) -> Prepared:
     """Creates the ``Prepared`` of a new engine, with its hooks."""
     trains = engine.basic_optimizer is not None
-    gradients = gradients_of(engine) if trains else None
     parts = parts_of(engine) if trains else None
+    gradients = gradients_of(engine, parts) if trains else None
     if gradients is not None:
         engine.lr_scheduler = None  # the user's loop steps schedulers
         if parts is not None and not isinstance(parts, OwnParts):
@@ -185,6 +160,24 @@ def take_engine(
     if trains:
         prepared.handles.append(engine.register_forward_hook(_Remember(prepared)))
     return prepared
+
+
+def gradients_of(engine: Any, partitions: Partitions | None) -> Gradients:
+    """Returns the accumulated gradients of an engine, by the kind of its optimizer.
+
+    Raises:
+        BackendError: an unsupported optimizer of DeepSpeed.
+    """
+    if hasattr(engine.optimizer, "grad_partitions_flat_buffer"):
+        return ShardedGradients(engine, partitions)
+    if hasattr(engine.optimizer, "averaged_gradients"):
+        return PartitionedGradients(engine, partitions)
+    if engine.zero_optimization():
+        raise BackendError(
+            f"DeepSpeed's {type(engine.optimizer).__name__} is not supported; it is used at stage 1 in bf16 with "
+            "data_types.grad_accum_dtype fp32: leave that out, or use stage 2"
+        )
+    return WholeGradients(engine, partitions)
 
 
 def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session: "Session") -> None:
@@ -257,17 +250,10 @@ def _through(others: list[Prepared], run: Callable[[], None]) -> None:
         return
     one, *rest = others
     assert one.gradients is not None
-    engine = one.engine
 
     def inside() -> None:
-        engine._running_engine_backward_count += 1
-        engine._running_engine_backward = True
-        try:
+        with joined_backward(one.engine):
             _through(rest, run)
-            engine._backward_epilogue()
-        finally:
-            engine._running_engine_backward_count -= 1
-            engine._running_engine_backward = engine._running_engine_backward_count > 0
 
     one.gradients.backward(inside)
     one.compare_first()

@@ -7,8 +7,6 @@ from torch.optim import Optimizer
 
 from accel_state.errors import BackendError
 
-_STEP = "_take_model_step"
-
 
 @final
 class GivenSteps:
@@ -23,22 +21,22 @@ class GivenSteps:
 
     def __init__(self, engine: Any, optimizers: Iterable[Optimizer]) -> None:
         self._engine = engine
-        self._run: Callable[..., None] = getattr(engine, _STEP)
+        self._run: Callable[..., None] = engine.step
         self._stepping = False
-        engine.__dict__[_STEP] = self._step
+        engine.__dict__["step"] = self._step
         alone = {id(one): one for one in optimizers}.values()
         self._handles = [one.register_step_pre_hook(self._look) for one in alone]
 
     def remove(self) -> None:
         """Removes the hooks and restores the engine's method."""
-        self._engine.__dict__.pop(_STEP, None)
+        self._engine.__dict__.pop("step", None)
         for handle in self._handles:
             handle.remove()
 
-    def _step(self, *args: Any) -> None:
+    def _step(self, *args: Any, **kwargs: Any) -> None:
         self._stepping = True
         try:
-            self._run(*args)
+            self._run(*args, **kwargs)
         finally:
             self._stepping = False
 

@@ -11,7 +11,7 @@ from accel_state.errors import BackendError, PrepareError
 
 def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     """Splits param groups that mix experts and other parameters, whose gradients are averaged over different ranks."""
-    if not any(getattr(parameter, "allreduce", True) is False for parameter in model.parameters()):
+    if not _has_experts(model):
         return optimizer
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
@@ -20,6 +20,11 @@ def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     groups: Any = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
     optimizer.param_groups[:] = [group for group in groups if group["params"]]
     return optimizer
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Whether a model has layers of ``deepspeed.moe``, which mark the parameters of experts."""
+    return any(getattr(parameter, "allreduce", True) is False for parameter in model.parameters())
 
 
 def check_experts(model: nn.Module, stage: int) -> None:
@@ -44,20 +49,15 @@ def check_experts_are_alike(model: nn.Module) -> None:
     Raises:
         BackendError: with the nearest alternative.
     """
-    experts = [p for p in model.parameters() if getattr(p, "allreduce", True) is False]
-    names = dict.fromkeys(getattr(p, "group_name", None) for p in experts)
-    if not names:
+    if not _has_experts(model):
         return
-    from deepspeed.utils import groups
-
-    sizes = {name: groups._get_expert_parallel_world_size(name) for name in names if name}
-    for name, size in sizes.items():
-        if size > 1:
-            raise BackendError(
-                f"{type(model).__name__}: each rank has experts of its own under the same names (expert parallelism, "
-                f"{name}), which no state tells apart; nearest: export_deepspeed, which writes DeepSpeed's own files, "
-                "or ep_size=1"
-            )
+    size = max(int(getattr(module, "ep_size", 1)) for module in model.modules())
+    if size > 1:
+        raise BackendError(
+            f"{type(model).__name__}: each rank has experts of its own under the same names (expert parallelism, "
+            f"ep_size={size}), which no state tells apart; nearest: export_deepspeed, which writes DeepSpeed's own "
+            "files, or ep_size=1"
+        )
 
 
 def mark_leaf_modules(model: nn.Module, names: object) -> None:

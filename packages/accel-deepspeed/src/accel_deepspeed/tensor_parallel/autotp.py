@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_deepspeed.config.consistency import LAYERS, check_groups, largest_divisor
+from accel_deepspeed.private import open_tensor_parallel_groups
 from accel_deepspeed.tensor_parallel.shards import NOTE, is_cut
 from accel_state.errors import BackendError, PrepareError
 
@@ -66,15 +67,17 @@ class Layers:
         """
         from deepspeed.utils import groups
 
-        there = groups._TENSOR_MODEL_PARALLEL_GROUP
-        found = 1 if there is None else there.size()
-        if there is not None and found != self.size:
+        try:
+            found = int(groups.get_tensor_model_parallel_world_size())
+        except AssertionError:  # there are none yet
+            found = self.size
+        if found != self.size:
             raise BackendError(
                 f"{LAYERS}={self.size}, and engines of this process share layers among {found} ranks, of which "
                 "DeepSpeed knows one number; close the Accelerator that has them first"
             )
         if self.size > 1:
-            groups._init_tp_mesh_device(tensor_model_parallel_size=self.size)
+            open_tensor_parallel_groups(self.size)
 
     @property
     def group(self) -> "ProcessGroup | None":
@@ -164,7 +167,8 @@ def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[Remo
         _check_note(type(model).__name__, name, parameter)
     if not any(map(is_cut, parameters.values())):
         raise PrepareError(f"{LAYERS}: AutoTP found no layer of this {type(model).__name__} to share; {_INSTEAD}")
-    engine._config.train_batch_size //= engine.mp_world_size  # ranks of a tensor-parallel group have the same samples
+    # Ranks of a tensor-parallel group have the same samples.
+    engine.set_train_batch_size(engine.train_batch_size() // engine.mp_world_size)
     handles: list[RemovableHandle] = []
     for parameter in parameters.values():
         # DeepSpeed's norms sum parameters with this mark over the group, and count others on one rank.

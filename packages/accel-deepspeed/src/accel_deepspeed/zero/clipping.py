@@ -1,10 +1,11 @@
 """Norms and clipping of an engine's accumulated gradients, of all parameters or some of them."""
 
-import math
 from typing import TYPE_CHECKING, final
 
 import torch
 
+from accel_backends.ops.clip import norm_over
+from accel_deepspeed.private import norms_of
 from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
@@ -51,15 +52,12 @@ class PartOfGradients:
                 f"{self._what} of some parameters, or to another norm than 2, of a model with {gradients.uneven}, of "
                 "which ranks hold different parts; nearest: all parameters with norm_type=2"
             )
-        largest = norm_type == math.inf
         device = gradients.engine.device
-        norms = torch._foreach_norm(self._pieces, norm_type, dtype=torch.float32) if self._pieces else []
+        norms = norms_of(self._pieces, norm_type, torch.float32)
         here = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
         total = torch.linalg.vector_norm(here, norm_type)
         if gradients.spread and dist.get_world_size(gradients.group) > 1:
-            total = total if largest else total**norm_type
-            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=gradients.group)
-            total = total if largest else total ** (1.0 / norm_type)
+            total = norm_over([gradients.group], total, norm_type)
         finite: torch.Tensor = total.nan_to_num_(torch.inf, torch.inf) / gradients.loss_scale
         return finite
 

@@ -1,7 +1,7 @@
 """Gradients of DeepSpeed engines, for the backend's role."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -9,8 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from accel_backends.ops.clip import check_norm_type
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.roles.gradients import Keep, ReplicatedGradients
+from accel_deepspeed.tensor_parallel.shards import local_shape_of, shape_of, shard_of_full
 from accel_deepspeed.zero.clipping import PartOfGradients, check_clip
 from accel_state.errors import BackendError
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from accel_backends.core.backend import Backend
     from accel_deepspeed.engine.registry import Engines
     from accel_deepspeed.tensor_parallel.autotp import Layers
-    from accel_deepspeed.zero.gradients import Factor
+    from accel_deepspeed.zero.gradients import Factor, Gradients
 
 _NORM, _VALUE = "clip_grad_norm_", "clip_grad_value_"
 
@@ -54,10 +56,14 @@ class ZeroGradients(ReplicatedGradients):
 
     def scale(self, models: Iterable[nn.Module], factor: "Factor") -> None:
         """Multiplies the accumulated gradients of engines, unreduced ones before their reduction."""
-        for model in models:
-            prepared = self._engines.find(model)
-            if prepared is not None and prepared.gradients is not None and prepared.gradients.filled:
-                prepared.gradients.scale(factor)
+        for gradients in map(self._of, models):
+            if gradients is not None and gradients.filled:
+                gradients.scale(factor)
+
+    def _of(self, model: nn.Module) -> "Gradients | None":
+        """Returns the gradients of a model's engine; None without an engine that trains."""
+        prepared = self._engines.find(model)
+        return None if prepared is None else prepared.gradients
 
     def clip_norm(
         self,
@@ -79,8 +85,7 @@ class ZeroGradients(ReplicatedGradients):
                 ``gradient_clipping`` of the configuration; another norm or a subset of parameters together with
                 experts, tensor parallelism, Muon, or gradients on disk.
         """
-        if not norm_type > 0.0:
-            raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
+        check_norm_type(norm_type)
         prepared, chosen = self._engines.of_parameters(parameters, self.owned, _NORM)
         gradients = prepared.gradients
         assert gradients is not None
@@ -129,49 +134,44 @@ class ZeroGradients(ReplicatedGradients):
 
     def marks(self, model: nn.Module) -> object:
         """Returns the number of the engine's backwards."""
-        prepared = self._engines.find(model)
-        if prepared is None or prepared.gradients is None:
-            return super().marks(model)
-        return prepared.gradients.backwards
+        gradients = self._of(model)
+        return super().marks(model) if gradients is None else gradients.backwards
 
     def unreduced(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns accumulated gradients by FQN: this rank's unreduced ones, or the mean if reduced already."""
-        prepared = self._engines.find(model)
-        if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
-            return {}
-        return prepared.gradients.held(named_parameters(prepared.engine))
+        gradients = self._of(model)
+        return {} if gradients is None or not gradients.filled else gradients.held(named_parameters(gradients.engine))
 
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """As every backend; reduces unreduced gradients, and divides by the engine's own loss scale."""
-        prepared = self._engines.find(model)
-        if prepared is None or prepared.gradients is None or not prepared.gradients.filled:
+        gradients = self._of(model)
+        if gradients is None or not gradients.filled:
             return super().full(model)
-        prepared.gradients.settle()
-        scale = prepared.gradients.loss_scale
-        return {name: held / scale for name, held in super().full(model).items()}
+        gradients.settle()
+        return {name: held / gradients.loss_scale for name, held in super().full(model).items()}
 
     def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Starts an accumulation window with the mean of the given gradients.
 
         Collective: every rank of the group must call this.
         """
-        prepared = self._engines.find(model)
-        if prepared is None or prepared.gradients is None:
+        own = self._of(model)
+        if own is None:
             return
         from accel_state.collectives.objects import all_gather_object
 
         brought = {
             name for names in all_gather_object(sorted(gradients), group=self.run.session.group) for name in names
         }
-        prepared.gradients.discard()
+        own.discard()
         if brought:
-            prepared.gradients.hold(named_parameters(prepared.engine), gradients, brought)
+            _hold(own, gradients, brought)
 
     def drop(self, model: nn.Module) -> None:
         """Starts an accumulation window without gradients."""
-        prepared = self._engines.find(model)
-        if prepared is not None and prepared.gradients is not None:
-            prepared.gradients.discard()
+        gradients = self._of(model)
+        if gradients is not None:
+            gradients.discard()
 
     def watch(self, optimizer: Optimizer, keep: Keep) -> RemovableHandle:
         """Calls ``keep`` with this rank's gradient shards, reduced and unclipped, before each step of the engine."""
@@ -180,3 +180,27 @@ class ZeroGradients(ReplicatedGradients):
         handle = RemovableHandle(gradients.watchers)
         gradients.watchers[handle.id] = keep
         return handle
+
+
+def _hold(own: "Gradients", shares: Mapping[str, torch.Tensor], brought: Collection[str]) -> None:
+    """Starts an accumulation window with the mean of ``shares``; ``brought``: names that any rank has.
+
+    Collective: every rank of the group must call this.
+    """
+    import torch.distributed as dist
+
+    device, dtype, ranks = own.engine.device, own.dtype, dist.get_world_size()
+    for name, parameter in named_parameters(own.engine).items():
+        if not parameter.requires_grad or (name not in brought and own.order is None):
+            continue  # without an order parameters hold gradients, and a gradient of zeros would count as present
+        if name in shares:
+            total = shares[name].to(device, dtype, copy=True)
+        else:
+            total = torch.zeros(shape_of(parameter), device=device, dtype=dtype)
+        if name in brought:
+            own.presence.add([parameter])
+            if ranks > 1:
+                dist.all_reduce(total)
+        own.begin(parameter, shard_of_full(parameter, total.div_(ranks)).view(local_shape_of(parameter)))
+    own.begun()
+    own.filled = True

@@ -7,11 +7,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from accel_deepspeed.private import replace_gathers, restore_gathers
 from accel_state.errors import CollectiveMismatchError
 from accel_state.watchdog.decorator import recorded
 
 _KEPT = 256
-_METHOD = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
 @final
@@ -30,8 +30,7 @@ class Gathers:
         self._names = {one.ds_id: name for name, one in engine.module.named_parameters()}
         self._device: torch.device = engine.device
         self._coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        self._run: Callable[..., None] = getattr(self._coordinator, _METHOD)
-        setattr(self._coordinator, _METHOD, self._gather)
+        self._run = replace_gathers(self._coordinator, self._gather)
         self._wait: Callable[[nn.Module, bool], None] = self._coordinator.fetch_sub_module
         self._coordinator.fetch_sub_module = self._fetch
         self._texts: dict[tuple[int, ...], str] = {}  # parameter names of each all-gather so far
@@ -40,8 +39,8 @@ class Gathers:
 
     def remove(self) -> None:
         """Restores the coordinator's own methods."""
-        for name in (_METHOD, "fetch_sub_module"):
-            self._coordinator.__dict__.pop(name, None)
+        restore_gathers(self._coordinator)
+        self._coordinator.__dict__.pop("fetch_sub_module", None)
 
     def _fetch(self, module: nn.Module, forward: bool) -> None:
         """Replaces the method that waits for a module's all-gathers."""
@@ -58,6 +57,7 @@ class Gathers:
         self._newest.append(wanted)
         self._count += 1
         self._digest = hash((self._digest, wanted))
+        assert self._run is not None
         _recorded(self._run, self._named(wanted), params, forward, quantize)
 
     def _named(self, wanted: tuple[int, ...]) -> str:

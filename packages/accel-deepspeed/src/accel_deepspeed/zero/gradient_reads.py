@@ -13,7 +13,8 @@ _NAME = "_accel_name"
 # Packages and modules that may read: DeepSpeed, accel, torch's functions that clear, move or copy gradients, and the
 # Trainer of Transformers, which looks at the types of gradients before it calls clip_grad_norm_.
 _PACKAGES = frozenset({"accel", "accel_backends", "deepspeed"})
-_MODULES = frozenset({"torch._tensor", "torch.nn.modules.module", "torch.nn.parameter", "transformers.trainer"})
+_TENSOR: str = torch.Tensor.__deepcopy__.__module__
+_MODULES = frozenset({_TENSOR, "torch.nn.modules.module", "torch.nn.parameter", "transformers.trainer"})
 _GRAD: Any = torch.Tensor.grad
 
 

@@ -8,7 +8,7 @@ reduced.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -18,9 +18,10 @@ from torch import nn
 from accel_backends.ops.fqn import few
 from accel_backends.roles.gradients import Keep
 from accel_deepspeed.engine.manual_backward import ByHand
-from accel_deepspeed.tensor_parallel.shards import full_of_shard, local_shape_of, shape_of, shard_of_full
+from accel_deepspeed.tensor_parallel.shards import full_of_shard
 from accel_deepspeed.zero.gradient_reads import Reads
 from accel_deepspeed.zero.missing_gradients import LeftOut, Presence
+from accel_deepspeed.zero.partitions import Partitions
 from accel_deepspeed.zero.reduction_order import ReductionOrder
 from accel_state.errors import BackendError
 
@@ -42,16 +43,19 @@ class Gradients(ABC):
         backwards: number of backwards that have begun.
         keeps: whether settled gradients are in ``parameter.grad``.
         spread: whether settled gradients are partitioned over ranks.
+        offload: settled gradients are in host memory, beside the optimizer's tensors, or on disk.
         presence: records which parameters have received a gradient.
         left_out: keeps parameters without a gradient on any rank unchanged in a step; None if the optimizer does so.
     """
 
     keeps: ClassVar[bool] = False
     spread: ClassVar[bool] = True
+    offload: bool = False
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, partitions: Partitions | None) -> None:
         self.engine = engine
         self.optimizer = engine.optimizer
+        self._partitions = partitions
         self.filled = False
         self.settled = self.written = False
         self.running = False
@@ -69,6 +73,8 @@ class Gradients(ABC):
         # Object, method name, and the method's result for the settled gradients, which the step reuses.
         self._done: tuple[Any, str, Any] | None = None
         self.order: ReductionOrder | None = None
+        # Number of ranks that have a gradient of each parameter, if it was all-reduced together with other values.
+        self._everywhere: torch.Tensor | None = None
         self._by_hand = ByHand(engine, lambda: self.running)
         self.backwards = 0
         self._reads = Reads(dict(engine.module.named_parameters()))
@@ -190,12 +196,30 @@ class Gradients(ABC):
         self.measure()
 
     def pieces(self, what: str) -> Mapping[int, torch.Tensor]:
-        """Returns, by parameter id, the slice of the settled gradient that the next step uses. Default: ``parts``.
+        """Returns, by parameter id, this rank's slice of the settled gradient that the next step uses.
 
         Raises:
-            BackendError: gradients are on disk; ``what`` names the call.
+            BackendError: gradients are on disk, or the optimizer (Muon) has replaced them by its updates; ``what``
+                names the call.
         """
-        return self.parts()
+        if self.spread and any(map(self.is_updated, self.parameters.values())):  # the same on all ranks
+            raise BackendError(
+                f"{what}: DeepSpeed's {type(self.engine.basic_optimizer).__name__} has made updates of the gradients "
+                "by then; nearest: clip_grad_norm_ of all parameters with norm_type=2"
+            )
+        if not self.offload:
+            return self.parts()
+        if any(flat.grad is None for flat in self._flats()):
+            raise BackendError(
+                f"{what}: gradients have gone to the disk with the optimizer (nvme); nearest: clip_grad_norm_ of all "
+                "parameters with norm_type=2, or offload_optimizer_device='cpu'"
+            )
+        return {id(parameter): part for parameter, part in self.on_host()}
+
+    def is_updated(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer (Muon) replaces the gradient of a parameter by its update before the step."""
+        muon = "muon" in type(self.engine.basic_optimizer).__name__.lower()
+        return muon and bool(getattr(parameter, "use_muon", False))
 
     def step(self) -> bool:
         """Reduces unreduced gradients and steps; returns False if the engine skipped the step.
@@ -234,12 +258,6 @@ class Gradients(ABC):
         self._done = None
         self.presence.received.clear()
 
-    def _refuse_updates(self, what: str) -> None:
-        raise BackendError(
-            f"{what}: DeepSpeed's {type(self.engine.basic_optimizer).__name__} has made updates of the gradients by "
-            "then; nearest: clip_grad_norm_ of all parameters with norm_type=2"
-        )
-
     def _unclip(self) -> None:
         self._clip = None
         if hasattr(self.optimizer, "clip_grad"):
@@ -270,33 +288,6 @@ class Gradients(ABC):
         absent = set(map(id, self.absent()))
         there = {name: one for name, one in parameters.items() if one.requires_grad and id(one) not in absent}
         return {name: self.whole(parameter) for name, parameter in there.items()}
-
-    def hold(
-        self, parameters: Mapping[str, nn.Parameter], shares: Mapping[str, torch.Tensor], brought: Collection[str]
-    ) -> None:
-        """Starts an accumulation window with the mean of ``shares``; ``brought``: names that any rank has.
-
-        Collective: every rank of the group must call this.
-        """
-        import torch.distributed as dist
-
-        for name, parameter in parameters.items():
-            if not parameter.requires_grad or (name not in brought and self.order is None):
-                continue  # without an order parameters hold gradients, and a gradient of zeros would count as present
-            shape = shape_of(parameter)
-            device, dtype = self.engine.device, self.dtype
-            mine = shares.get(name)
-            total = (
-                torch.zeros(shape, device=device, dtype=dtype) if mine is None else mine.to(device, dtype, copy=True)
-            )
-            if name in brought and dist.get_world_size() > 1:
-                dist.all_reduce(total)
-            if name in brought:
-                self.presence.add([parameter])
-            mine = shard_of_full(parameter, total.div_(dist.get_world_size()))
-            self.begin(parameter, mine.view(local_shape_of(parameter)))
-        self.begun()
-        self.filled = True
 
     def absent(self) -> list[nn.Parameter]:
         """Returns the parameters without a gradient on any rank. Collective: every rank of the group must call this."""
@@ -341,8 +332,13 @@ class Gradients(ABC):
             self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(parameter)] = torch.linalg.vector_norm(part)
 
     def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields parameters and this rank's slices of their gradients in host memory. Default: none."""
-        return ()
+        """Returns parameters and this rank's slices of their gradients in host memory; none without offloading."""
+        held = self._partitions if self.offload else None
+        return () if held is None else held.gradients(self.parameters.values())
+
+    def _flats(self) -> list[torch.Tensor]:
+        """Returns the optimizer's tensors."""
+        return [] if self._partitions is None else self._partitions.flats()
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns a full settled gradient. Collective: every rank of the group must call this."""
@@ -361,9 +357,15 @@ class Gradients(ABC):
         ``gradient`` is a tensor-parallel shard.
         """
 
-    @abstractmethod
     def in_place(self) -> list[torch.Tensor]:
         """Returns the tensors of settled gradients that the step reads."""
+        if self.offload:
+            return [flat.grad for flat in self._flats() if flat.grad is not None]
+        return self.on_device()
+
+    @abstractmethod
+    def on_device(self) -> list[torch.Tensor]:
+        """Returns the tensors of settled gradients on the training device."""
 
     @abstractmethod
     def parts(self) -> dict[int, torch.Tensor]:
@@ -391,28 +393,3 @@ class Gradients(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Drops all accumulated gradients."""
-
-
-def gradients_of(engine: Any) -> Gradients:
-    """Returns the accumulated gradients of an engine, by the kind of its optimizer.
-
-    Raises:
-        BackendError: an unsupported optimizer of DeepSpeed.
-    """
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "grad_partitions_flat_buffer"):
-        from accel_deepspeed.zero.stage3 import ShardedGradients
-
-        return ShardedGradients(engine)
-    if hasattr(optimizer, "averaged_gradients"):
-        from accel_deepspeed.zero.stage12 import PartitionedGradients
-
-        return PartitionedGradients(engine)
-    if engine.zero_optimization():
-        raise BackendError(
-            f"DeepSpeed's {type(optimizer).__name__} is not supported; it is used at stage 1 in bf16 with "
-            "data_types.grad_accum_dtype fp32: leave that out, or use stage 2"
-        )
-    from accel_deepspeed.zero.stage0 import WholeGradients
-
-    return WholeGradients(engine)

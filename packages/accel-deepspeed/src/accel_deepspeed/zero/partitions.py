@@ -1,7 +1,7 @@
 """Partitions: the slice of each parameter that a rank's optimizer updates, and the optimizer's tensor that holds it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from accel_deepspeed.private import share_memory
 from accel_state.errors import BackendError
 
 
@@ -64,16 +65,24 @@ class Partitions(ABC):
     def part(self, parameter: nn.Parameter) -> Partition:
         """Returns this rank's partition of the parameter."""
 
-    @abstractmethod
     def flats(self) -> list[torch.Tensor]:
-        """Returns the optimizer's tensors."""
+        """Returns the optimizer's tensors. Default: those of its param groups."""
+        return [flat for group in self.engine.basic_optimizer.param_groups for flat in group["params"]]
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yields parameters and this rank's slices of the gradients of the optimizer's tensors; none that are on disk.
+
+        Only with offloading have the optimizer's tensors gradients before the step.
+        """
+        for parameter in filter(self.holds, parameters):
+            part = self.part(parameter)
+            if part.size and part.flat is not None and part.flat.grad is not None:
+                yield parameter, part.of(part.flat.grad)
 
     def group_numbers(self) -> dict[int, int]:
-        """Returns the param-group index of each of the optimizer's tensors, by id.
-
-        Default: one tensor for each group.
-        """
-        return {id(flat): index for index, flat in enumerate(self.flats())}
+        """Returns the param-group index of each of the optimizer's tensors, by id."""
+        groups = enumerate(self.engine.basic_optimizer.param_groups)
+        return {id(flat): index for index, group in groups for flat in group["params"]}
 
     @abstractmethod
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -82,6 +91,9 @@ class Partitions(ABC):
     @abstractmethod
     def refresh(self) -> None:
         """Copies the optimizer's weights to the model's. Collective: every rank of the group must call this."""
+
+    def states_changed(self) -> None:
+        """Called when the optimizer's state has other tensors than before. Default: does nothing."""
 
     def group(self, parameter: nn.Parameter) -> Any:
         """Returns the process group over which the parameter is partitioned."""
@@ -101,15 +113,6 @@ class OwnParts(Partitions):
     def part(self, parameter: nn.Parameter) -> Partition:
         """Returns the full parameter as the only slice."""
         return Partition(0, parameter.numel(), parameter, 0)
-
-    def flats(self) -> list[torch.Tensor]:
-        """Returns the parameters."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def group_numbers(self) -> dict[int, int]:
-        """Returns the param-group index of each parameter."""
-        groups = enumerate(self.optimizer.param_groups)
-        return {id(parameter): index for index, group in groups for parameter in group["params"]}
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is in a param group."""
@@ -143,17 +146,6 @@ class CopiedParts(Partitions):
         """Returns the master weight of the full parameter."""
         return self._found[id(parameter)]
 
-    def flats(self) -> list[torch.Tensor]:
-        """Returns the master weights."""
-        return list({id(part.flat): part.flat for part in self._found.values() if part.flat is not None}.values())
-
-    def group_numbers(self) -> dict[int, int]:
-        """Returns the param-group index of each master weight, or of each group's flat tensor."""
-        copies = getattr(self.optimizer, "fp32_groups", None)
-        if copies is None:
-            return super().group_numbers()
-        return {id(flat): index for index, group in enumerate(copies) for flat in group}
-
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has a master weight."""
         return id(parameter) in self._found
@@ -173,46 +165,53 @@ class PartitionedParts(Partitions):
 
     If the model computes in fp32 on the optimizer's device, the optimizer updates the model's own memory instead of a
     copy, so that the training loop may write to parameters in any way.
+
+    Attributes:
+        ranks: this rank's number in the process group of each group of parameters.
     """
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         optimizer = self.optimizer
-        # Not by DeepSpeed's attribute, which stays on parameters of an engine that was destroyed.
-        self._ids = {id(parameter) for group in optimizer.bit16_groups for parameter in group}
-        if optimizer.cpu_offload:
-            return
-        groups = zip(optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group, strict=True)
-        for flat, (pieces, group) in zip(optimizer.single_partition_of_fp32_groups, groups, strict=True):
-            own = pieces[torch.distributed.get_rank(group)]
-            if (own.dtype, own.device) == (flat.dtype, flat.device):
-                flat.data = own.data
-        optimizer._link_all_hp_params()
+        self._groups = {id(one): index for index, group in enumerate(optimizer.bit16_groups) for one in group}
+        self.ranks = [torch.distributed.get_rank(group) for group in optimizer.real_dp_process_group]
+        if not optimizer.cpu_offload:
+            pieces = zip(optimizer.parallel_partitioned_bit16_groups, self.ranks, strict=True)
+            share_memory(optimizer, [one[rank] for one, rank in pieces])
 
     def part(self, parameter: nn.Parameter) -> Partition:
         """Returns the part of the parameter that lies in this rank's slice of its group."""
-        mapping: Any = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:
+        optimizer, index = self.optimizer, self.group_of(parameter)
+        rank, key = self.ranks[index], optimizer.get_param_id(parameter)
+        start = optimizer.grad_start_offset[index][rank].get(key)
+        if start is None:
             return Partition(0, 0, None, 0)
-        here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-        flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-        return Partition(here.start, here.numel, flat, there.start)
+        offset = int(optimizer.grad_partition_insertion_offset[index][rank][key])
+        size = min(parameter.numel() - int(start), int(optimizer.partition_size[index]) - offset)
+        return Partition(int(start), size, optimizer.single_partition_of_fp32_groups[index], offset)
 
-    def flats(self) -> list[torch.Tensor]:
-        """Returns this rank's slice of each group."""
-        return list(self.optimizer.single_partition_of_fp32_groups)
+    def group_of(self, parameter: nn.Parameter) -> int:
+        """Returns the number of the parameter's group."""
+        return self._groups[id(parameter)]
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is in a param group."""
-        return id(parameter) in self._ids
+        return id(parameter) in self._groups
 
     def group(self, parameter: nn.Parameter) -> Any:
         """Returns the process group over which the parameter's group is partitioned; experts have their own."""
-        return getattr(parameter, "_dp_group", self.optimizer.dp_process_group)
+        return self.optimizer.real_dp_process_group[self.group_of(parameter)]
 
     def refresh(self) -> None:
         """All-gathers the updated slices of all ranks into the model's parameters."""
         self.optimizer.update_lp_params()
+
+    def states_changed(self) -> None:
+        """Makes DeepSpeed's functions for one parameter's state (``safe_get_full_optimizer_state``) see the tensors."""
+        from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+
+        for group, flat in zip(self.optimizer.bit16_groups, self.flats(), strict=True):
+            lazy_init_hp_params_optimizer_state(group, flat, self.state)
 
 
 @final
@@ -235,23 +234,28 @@ class ShardedParts(Partitions):
 
     @contextmanager
     def _in_memory(self, index: int, *, changed: bool) -> Iterator[None]:
-        optimizer = self.optimizer
-        swapped = optimizer._swappable_optimizer_subgroup(index)
-        if swapped:
-            optimizer._optimizer_states_and_gradient_swap_in(index)
+        optimizer, flat = self.optimizer, self.optimizer.fp32_partitioned_groups_flat[index]
+        size = optimizer.fp16_partitioned_groups_flat_numel[index]
+        if not (optimizer.swap_optimizer and optimizer.optimizer_swapper.is_swappable_tensor(None, numel=size)):
+            yield
+            return
+        swapper = optimizer.optimizer_swapper
+        swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
         try:
             yield
         finally:
-            if swapped and changed:
-                optimizer._optimizer_states_and_gradient_swap_out(index)
-            elif swapped:
-                optimizer._release_swap_buffers(index)
+            if changed:
+                more = optimizer.next_swappable_fp32_partitioned_groups[index] is not None
+                swapper.swap_out_optimizer_state(parameter=flat, async_swap=more)
+            else:
+                swapper.release_swap_buffers(parameter=flat)
+            flat.grad = None
 
     def part(self, parameter: nn.Parameter) -> Partition:
         """Returns this rank's slice, without padding."""
         optimizer = self.optimizer
         index, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = size * optimizer._get_param_partition_rank(parameter)
+        start = size * torch.distributed.get_rank(self.group(parameter))
         total: int = parameter.ds_numel  # type: ignore[attr-defined]
         flat = optimizer.fp32_partitioned_groups_flat[index]
         return Partition(min(start, total), max(0, min(size, total - start)), flat, offset)
@@ -270,22 +274,40 @@ class ShardedParts(Partitions):
 
     def group(self, parameter: nn.Parameter) -> Any:
         """Returns the process group over which the parameter is partitioned."""
-        return self.optimizer._get_param_partition_group(parameter)
+        return getattr(parameter, "ds_process_group", self.optimizer.dp_process_group)
 
     def refresh(self) -> None:
         """Copies the optimizer's slices to the tensors that forward all-gathers."""
         optimizer = self.optimizer
         for index, _ in enumerate(optimizer.fp16_groups):
-            swapped = optimizer._swappable_optimizer_subgroup(index)
-            if swapped:
-                optimizer._optimizer_states_and_gradient_swap_in(index)
-            optimizer._reassign_or_swap_out_partitioned_parameters(index)
-            if swapped:
-                optimizer._release_swap_buffers(index)
+            with self._in_memory(index, changed=False):
+                self._copy_to_model(index)
         persistent = optimizer.persistent_parameters
         if persistent:
             persistent[0].partition(persistent, has_been_updated=False)
             persistent[0].all_gather(persistent)
+
+    def _copy_to_model(self, index: int) -> None:
+        """Copies a sub-group's weights to the partitions of its parameters, in memory or on disk."""
+        flat = self.optimizer.fp32_partitioned_groups_flat[index].detach()
+        there = self.optimizer.fp16_partitioned_groups_flat[index]
+        if there is not None:
+            there.data.copy_(flat)
+            return
+        group = self.optimizer.fp16_groups[index]
+        slices = zip(group, flat.split([one.ds_tensor.ds_numel for one in group]), strict=True)
+        away = [(one, values) for one, values in slices if not _took(one.ds_tensor, values)]
+        if away:
+            parameters, values = map(list, zip(*away, strict=True))
+            group[0].nvme_swapper.swap_out_partitioned_params(dst_fp16_params=parameters, src_fp32_params=values)
+
+
+def _took(partition: Any, values: torch.Tensor) -> bool:
+    """Copies values to a stage 3 parameter's partition; False if that is on disk."""
+    in_memory: bool = partition.status.name == "AVAILABLE"
+    if in_memory:
+        partition.data.copy_(values)
+    return in_memory
 
 
 def parts_of(engine: Any) -> Partitions | None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from accel_deepspeed.tensor_parallel.shards import full_of_shard, is_cut
 from accel_deepspeed.zero.gradients import Gradients
+from accel_deepspeed.zero.partitions import Partitions
 
 
 @final
@@ -21,8 +22,8 @@ class WholeGradients(Gradients):
     keeps: ClassVar[bool] = True
     spread: ClassVar[bool] = False
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, partitions: Partitions | None) -> None:
+        super().__init__(engine, partitions)
         self._absent: list[nn.Parameter] = []
 
     def reduce(self) -> None:
@@ -86,7 +87,7 @@ class WholeGradients(Gradients):
         """Sets the parameter's ``grad``."""
         parameter.grad = gradient.to(parameter.dtype)
 
-    def in_place(self) -> list[torch.Tensor]:
+    def on_device(self) -> list[torch.Tensor]:
         """Returns the gradients of the parameters."""
         return list(self.pending())
 

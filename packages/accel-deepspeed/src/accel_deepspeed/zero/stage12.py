@@ -1,13 +1,15 @@
 """Accumulated gradients of a stage 1 or 2 engine, partitioned as the optimizer updates them."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast, final
+from collections.abc import Iterable
+from typing import Any, final
 
 import torch
 from torch import nn
 
+from accel_deepspeed.private import norms_of, partition_slice
 from accel_deepspeed.zero.gradients import Gradients
-from accel_deepspeed.zero.reduction_order import ReductionOrder, fill
+from accel_deepspeed.zero.partitions import PartitionedParts, Partitions
+from accel_deepspeed.zero.reduction_order import ReductionOrder
 
 
 @final
@@ -19,13 +21,14 @@ class PartitionedGradients(Gradients):
     in host memory. Settled gradients are therefore kept aside when more is added to them.
     """
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+    _partitions: PartitionedParts
+
+    def __init__(self, engine: Any, partitions: Partitions | None) -> None:
+        super().__init__(engine, partitions)
         self.partitions = bool(self.optimizer.partition_gradients)
         self.offload = bool(self.optimizer.cpu_offload)
         self._aside: list[torch.Tensor] | None = None
         self._begun: dict[int, dict[int, torch.Tensor]] = {}
-        self._everywhere: torch.Tensor | None = None
         if not self.partitions:  # no backward reduces, so none has to be marked as not the last of a window
             engine.enable_backward_allreduce = False
             engine.set_gradient_accumulation_boundary(True)
@@ -68,9 +71,7 @@ class PartitionedGradients(Gradients):
         for group in self.optimizer.bit16_groups:
             for parameter in group:
                 if parameter.requires_grad and self.optimizer.get_gradient_for_reduction(parameter) is None:
-                    fill(parameter)
-                    if self.optimizer.use_grad_accum_attribute:
-                        self.optimizer._fill_param_grad_accum_attribute(parameter)
+                    self._set(parameter, torch.zeros_like(parameter, dtype=self.optimizer.gradient_accumulation_dtype))
 
     def reopen(self) -> None:
         """Keeps settled gradients aside if the next reduction would replace them."""
@@ -83,11 +84,15 @@ class PartitionedGradients(Gradients):
             self.optimizer.averaged_gradients[index] = None
 
     def _write_back(self) -> None:
-        """Copies changed settled gradients back to the accumulation buffers in host memory."""
-        for parameter, part in self.on_host():
-            key = self.optimizer.get_param_id(parameter)
-            _, start, _, size = self.optimizer.grad_position[key]
-            self.optimizer.accumulated_grads_in_cpu[key].view(-1).narrow(0, int(start), int(size)).copy_(part)
+        """Copies changed settled gradients back to the buffers to which later backwards add."""
+        optimizer = self.optimizer
+        for parameter, values in self.on_host():
+            part, index = self._partitions.part(parameter), self._partitions.group_of(parameter)
+            if self._has_buffer(index):
+                buffer, start = optimizer.averaged_gradients[index].flat_partition, part.offset
+            else:
+                buffer, start = optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)], part.start
+            buffer.view(-1).narrow(0, start, part.size).copy_(values)
 
     def pending(self) -> Iterable[torch.Tensor]:
         """Returns the gradients kept aside, and those accumulated since."""
@@ -103,36 +108,43 @@ class PartitionedGradients(Gradients):
             for held in optimizer.all_grad_tensors.values():
                 found += held or ()
         for index, group in optimizer.averaged_gradients.items():
-            if group is not None and optimizer._use_compact_grad_partition_buffer(index):
+            if group is not None and self._has_buffer(index):
                 found.append(group.flat_partition)
         return found
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Stores the gradient where a backward leaves it: in the parameter (stage 1), or in this rank's partition."""
-        optimizer = self.optimizer
+        optimizer, key = self.optimizer, self.optimizer.get_param_id(parameter)
         if not self.partitions:
-            if optimizer.use_grad_accum_attribute:
-                parameter.grad_accum = gradient  # type: ignore[attr-defined]
-            else:
-                parameter.grad = gradient.to(parameter.dtype)
+            self._set(parameter, gradient)
             return
-        key = optimizer.get_param_id(parameter)
         if not optimizer.is_param_in_current_partition[key]:
             return
-        index = optimizer._get_param_group_idx(parameter)
-        if optimizer._use_compact_grad_partition_buffer(index):
-            rank = torch.distributed.get_rank(group=optimizer.real_dp_process_group[index])
-            start = int(optimizer.grad_start_offset[index][rank][key])
-            there = int(optimizer.grad_partition_insertion_offset[index][rank][key])
-            size = int(min(gradient.numel() - start, optimizer.partition_size[index] - there))
-            part = optimizer._get_compact_grad_partition_slice(index, rank, key, size)
-            part.copy_(gradient.view(-1).narrow(0, start, size))
-        elif self.offload:
-            optimizer.accumulated_grads_in_cpu[key] = gradient.view(-1).to(optimizer.device, parameter.dtype)
-        else:
+        index = self._partitions.group_of(parameter)
+        if self._has_buffer(index):
+            part = self._partitions.part(parameter)
+            here = partition_slice(optimizer, index, key, self._partitions.ranks[index], part.size)
+            here.copy_(gradient.view(-1).narrow(0, part.start, part.size))
+        elif not self.offload:
             self._begun.setdefault(index, {})[key] = gradient.to(optimizer.gradient_accumulation_dtype)
         if self.offload:
-            optimizer._offload_accumulated_param_ids.add(key)
+            self.at_boundary(False)
+            self._set(parameter, gradient)
+            optimizer.copy_grads_in_partition(parameter, index)
+            optimizer.clear_grad_attribute(parameter)
+
+    def _set(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Sets the attribute of a parameter from which DeepSpeed reduces its gradient."""
+        if self.optimizer.use_grad_accum_attribute:
+            parameter.grad_accum = gradient  # type: ignore[attr-defined]
+        else:
+            parameter.grad = gradient.to(parameter.dtype)
+
+    def _has_buffer(self, index: int) -> bool:
+        """Whether a group's partition accumulates in one buffer: in fp32 beside a model in 16 bits, without Muon."""
+        optimizer = self.optimizer
+        wider = torch.float32 == optimizer.gradient_accumulation_dtype != optimizer.dtype
+        return wider and not any(map(self.is_updated, optimizer.params_in_partition[index][:1]))
 
     def begun(self) -> None:
         """Makes the stored gradients count as a micro-batch."""
@@ -172,7 +184,7 @@ class PartitionedGradients(Gradients):
     def _norm_of_parts(self) -> torch.Tensor:
         from deepspeed.runtime.zero.utils import get_norm_dtype
 
-        norms = torch._foreach_norm(self.in_place(), 2, dtype=get_norm_dtype())
+        norms = norms_of(self.in_place(), 2, get_norm_dtype())
         square = torch.stack(norms).square_().sum().float()
         if torch.distributed.get_world_size(self.optimizer.dp_process_group) > 1:
             both = torch.cat([square.view(1), self.presence.here()])
@@ -184,8 +196,9 @@ class PartitionedGradients(Gradients):
         """Drops gradients in the same way as DeepSpeed does after an overflow."""
         optimizer = self.optimizer
         optimizer.zero_grad(set_to_none=True)
-        optimizer._release_ipg_buffers()
-        optimizer._epilogue_ran_this_backward = False
+        optimizer.clear_backward_seen_flag()
+        optimizer.ready_for_gradients = False  # the next backward makes its buckets anew
+        optimizer.grads_in_partition, optimizer.grads_in_partition_offset = None, 0
         optimizer.micro_step_id = -1
         for index in list(optimizer.averaged_gradients):
             optimizer.averaged_gradients[index] = None
@@ -193,7 +206,6 @@ class PartitionedGradients(Gradients):
             optimizer.all_grad_tensors[index] = None
         if self.offload:
             optimizer.reset_cpu_buffers()
-            optimizer._offload_accumulated_param_ids = set()
         self._aside = None
         self.stepped()
 
@@ -204,13 +216,11 @@ class PartitionedGradients(Gradients):
 
     def _accumulates(self) -> bool:
         """Whether later reductions add to settled gradients instead of replacing them."""
-        compact = all(map(self.optimizer._use_compact_grad_partition_buffer, range(len(self.optimizer.bit16_groups))))
-        return compact or (self.partitions and self.offload)
+        buffers = all(map(self._has_buffer, range(len(self.optimizer.bit16_groups))))
+        return buffers or (self.partitions and self.offload)
 
-    def in_place(self) -> list[torch.Tensor]:
+    def on_device(self) -> list[torch.Tensor]:
         """Returns this rank's partition."""
-        if self.offload:
-            return [cast(torch.Tensor, part.grad) for part in self.optimizer.single_partition_of_fp32_groups]
         return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group]
 
     def parts(self) -> dict[int, torch.Tensor]:
@@ -222,26 +232,11 @@ class PartitionedGradients(Gradients):
             return {id(parameter): part for parameter, part in self.on_host()}
         found: dict[int, torch.Tensor] = {}
         for index, tensors in self.optimizer.averaged_gradients.items():
-            pieces = [one for one in tensors or () if not getattr(one, "_zero_padding", False)]
-            found |= zip(map(id, self.optimizer.params_in_partition[index]), pieces, strict=False)
+            held = self.optimizer.params_in_partition[index]
+            starts = {self._partitions.part(one).offset: id(one) for one in held if one.numel()}
+            place = 0
+            for tensor in tensors or ():  # of a parameter, or padding before, between or after them
+                if place in starts:
+                    found[starts[place]] = tensor
+                place += tensor.numel()
         return found
-
-    def pieces(self, what: str) -> Mapping[int, torch.Tensor]:
-        """Returns ``parts``.
-
-        Raises:
-            BackendError: an optimizer (Muon) whose partitions already hold its updates.
-        """
-        muon = "muon" in type(self.engine.basic_optimizer).__name__.lower()
-        if muon and any(getattr(one, "use_muon", False) for one in self.parameters.values()):  # the same on all ranks
-            self._refuse_updates(what)
-        return self.parts()
-
-    def on_host(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields this rank's slices with offloading."""
-        optimizer = self.optimizer
-        for group in optimizer.params_in_partition if self.offload else ():
-            for parameter in group:
-                key = optimizer.get_param_id(parameter)
-                index, _, start, size = optimizer.grad_position[key]
-                yield parameter, optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, start, size)

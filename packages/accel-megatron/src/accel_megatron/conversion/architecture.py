@@ -1,13 +1,22 @@
 """Architectures of Transformers models that megatron-core's ``GPTModel`` computes, and their rules of conversion."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch.nn import functional
 
-from accel_megatron.conversion.rules import Rule, attention, gated, same, transposed
+from accel_megatron.conversion.rules import (
+    Rule,
+    attention,
+    gated,
+    gated_already,
+    same,
+    slice_name,
+    stack_name,
+    transposed,
+)
 from accel_state.errors import PrepareError
 
 
@@ -43,6 +52,8 @@ class Architecture:
         head: rule of the head, which a last stage has even if it is tied.
         tied: whether the head is the embedding.
         rotary: whether positions are rotary, not learned.
+        num_experts: number of experts in each layer; 0: layers have none.
+        expert_rules: rules of expert ``number`` of a layer, by the names of megatron-core within the expert.
     """
 
     transformer: Mapping[str, Any]
@@ -55,9 +66,25 @@ class Architecture:
     head: Rule
     tied: bool
     rotary: bool = True
+    num_experts: int = 0
+    expert_rules: Callable[[int, int], dict[str, Rule]] = lambda layer, number: {}
 
-    def check_degrees(self, tensor: int, pipeline: int) -> None:
+    def check_degrees(self, tensor: int, pipeline: int, expert: int = 1) -> None:
         """Raises PrepareError for degrees that do not divide the model."""
+        if expert > 1 and not self.num_experts:
+            raise PrepareError(
+                f"expert_model_parallel_size={expert}, and the layers of the model have no experts; nearest: 1"
+            )
+        if self.num_experts and tensor > 1:
+            raise PrepareError(
+                f"tp_degree={tensor} with a mixture of experts: megatron-core then splits experts, too, which was not "
+                f"shown to be right; nearest: tp_degree=1, expert_model_parallel_size={tensor}"
+            )
+        if self.num_experts % expert:
+            raise PrepareError(
+                f"{self.num_experts} experts are not divisible by expert_model_parallel_size={expert}; nearest: "
+                f"{_nearest(self.num_experts, expert)}"
+            )
         for name, number in self.divisible.items():
             if number % tensor:
                 more = f"; resize_token_embeddings(pad_to_multiple_of={tensor})" if name == "vocab_size" else ""
@@ -70,22 +97,41 @@ class Architecture:
                 f"{_nearest(self.num_layers, pipeline)}"
             )
 
-    def rules(self, stage: int, pipeline: int) -> Iterator[tuple[str, Rule]]:
-        """Yields the name in megatron-core's model of a stage, and the rule, of each of its tensors."""
-        per_stage = self.num_layers // pipeline
+    @property
+    def stacks(self) -> frozenset[str]:
+        """FQNs of tensors that stack the weights of all experts of a layer."""
+        layers = range(self.num_layers) if self.num_experts else ()
+        found = (rule for layer in layers for rule in self.expert_rules(layer, 0).values())
+        return frozenset(stack_name(name) for rule in found for name in rule.names)
+
+    def rules(
+        self, stage: int, pipeline: int, expert_rank: int = 0, expert_size: int = 1
+    ) -> Iterator[tuple[str, Rule]]:
+        """Yields the name in megatron-core's model of a stage, and the rule, of each of its tensors.
+
+        Of the experts of a layer, those of rank ``expert_rank`` of ``expert_size`` expert-parallel ranks are among
+        them; their FQNs are ``slice_name`` of stacked tensors.
+        """
+        per_stage, per_rank = self.num_layers // pipeline, self.num_experts // expert_size
         if stage == 0:
             yield from self.first.items()
         for local in range(per_stage):
             for name, rule in self.layer_rules(stage * per_stage + local).items():
                 yield f"{_LAYERS}.{local}.{name}", rule
+            for own in range(per_rank):
+                expert = self.expert_rules(stage * per_stage + local, expert_rank * per_rank + own)
+                for name, rule in expert.items():
+                    yield f"{_LAYERS}.{local}.mlp.experts.local_experts.{own}.{name}", rule
         if stage == pipeline - 1:
             yield from self.last.items()
             if not self.tied or pipeline > 1:
                 yield _HEAD, self.head
 
-    def owned_rules(self, stage: int, pipeline: int) -> Iterator[tuple[str, Rule]]:
+    def owned_rules(
+        self, stage: int, pipeline: int, expert_rank: int = 0, expert_size: int = 1
+    ) -> Iterator[tuple[str, Rule]]:
         """Yields as ``rules``, without the copy of a tied embedding on the last stage."""
-        for name, rule in self.rules(stage, pipeline):
+        for name, rule in self.rules(stage, pipeline, expert_rank, expert_size):
             if not (name == _HEAD and self.tied):
                 yield name, rule
 
@@ -94,12 +140,12 @@ def architecture_of(config: Any) -> Architecture:
     """Returns the architecture of a model with this Transformers configuration.
 
     Raises:
-        PrepareError: a model that is neither Llama nor GPT-2, or has an option that megatron-core computes otherwise.
+        PrepareError: a model that is no Llama, Mixtral or GPT-2, or an option that megatron-core computes otherwise.
     """
     kind = getattr(config, "model_type", type(config).__name__)
     if kind not in _KINDS:
         raise PrepareError(
-            f"Megatron-LM trains models of Transformers with model_type {' or '.join(map(repr, _KINDS))}, and this one "
+            f"Megatron-LM trains models of Transformers with model_type {', '.join(map(repr, _KINDS))}, and this one "
             f"is {kind!r}; nearest: strategy='fsdp'"
         )
     return _KINDS[kind](config)
@@ -109,8 +155,8 @@ def _llama(config: Any) -> Architecture:
     rope = dict(getattr(config, "rope_parameters", None) or {})
     for name, found, wanted in (
         ("rope_type", rope.get("rope_type", "default"), "default"),
-        ("attention_bias", config.attention_bias, False),
-        ("mlp_bias", config.mlp_bias, False),
+        ("attention_bias", getattr(config, "attention_bias", False), False),
+        ("mlp_bias", getattr(config, "mlp_bias", False), False),
         ("hidden_act", config.hidden_act, "silu"),
     ):
         _refuse(name, found, wanted)
@@ -165,6 +211,40 @@ def _llama(config: Any) -> Architecture:
         last={f"{_NORM}.weight": same(f"{prefix}.norm.weight")},
         head=same(f"{prefix}.embed_tokens.weight" if tied else "lm_head.weight", 0),
         tied=tied,
+    )
+
+
+def _mixtral(config: Any) -> Architecture:
+    for name, wanted in (("sliding_window", None), ("router_jitter_noise", 0.0), ("output_router_logits", False)):
+        _refuse(name, getattr(config, name), wanted)
+    dense = _llama(config)
+
+    def layer(number: int) -> dict[str, Rule]:
+        own = {name: rule for name, rule in dense.layer_rules(number).items() if not name.startswith("mlp.")}
+        return own | {"mlp.router.weight": same(f"model.layers.{number}.mlp.gate.weight")}
+
+    def expert(layer: int, number: int) -> dict[str, Rule]:
+        here = f"model.layers.{layer}.mlp.experts"
+        return {
+            "linear_fc1.weight": gated_already(slice_name(f"{here}.gate_up_proj", number)),
+            "linear_fc2.weight": same(slice_name(f"{here}.down_proj", number), 1),
+        }
+
+    mixture = {
+        "num_moe_experts": config.num_local_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.intermediate_size,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,  # needs Transformer Engine or grouped_gemm
+    }
+    return replace(
+        dense,
+        transformer={**dense.transformer, **mixture},
+        layer_rules=layer,
+        num_experts=config.num_local_experts,
+        expert_rules=expert,
     )
 
 
@@ -234,7 +314,7 @@ def _gpt2(config: Any) -> Architecture:
     )
 
 
-_KINDS: Mapping[str, Callable[[Any], Architecture]] = {"llama": _llama, "gpt2": _gpt2}
+_KINDS: Mapping[str, Callable[[Any], Architecture]] = {"llama": _llama, "mixtral": _mixtral, "gpt2": _gpt2}
 
 
 def _refuse(name: str, found: object, wanted: object) -> None:

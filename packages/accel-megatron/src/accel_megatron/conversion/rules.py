@@ -4,7 +4,7 @@ A rule joins full tensors, so that it is the same for any tensor-parallel size; 
 full tensor is split over tensor-parallel ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -47,6 +47,40 @@ class Rule:
         return torch.cat([piece for part in zip(*parts, strict=True) for piece in part], self.dim)
 
 
+def slice_name(name: str, number: int) -> str:
+    """Returns the name of slice ``number`` of a tensor that stacks the weights of all experts along its first dim."""
+    return f"{name}[{number}]"
+
+
+def stack_name(name: str) -> str:
+    """Returns the FQN that a name belongs to: of the stack if it is one of a slice."""
+    return name.partition("[")[0]
+
+
+def unstacked(state: Mapping[str, torch.Tensor], stacks: Collection[str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors with each of ``stacks`` replaced by its slices, which share its memory."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if name in stacks:
+            found.update({slice_name(name, number): one for number, one in enumerate(value)})
+        else:
+            found[name] = value
+    return found
+
+
+def stacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors with slices joined to stacks; inverse of ``unstacked``."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        fqn = stack_name(name)
+        if fqn == name:
+            found[name] = value
+        elif fqn not in found:
+            count = sum(stack_name(other) == fqn for other in state)
+            found[fqn] = torch.stack([state[slice_name(fqn, number)] for number in range(count)])
+    return found
+
+
 def same(name: str, dim: int | None = None) -> Rule:
     """Returns the rule of a tensor that is the same in both models."""
     return Rule((name,), lambda tensors: tensors[0], lambda full: [full], dim)
@@ -60,6 +94,11 @@ def transposed(name: str, dim: int | None = None) -> Rule:
 def gated(gate: str, up: str) -> Rule:
     """Returns the rule of a gate and an up projection, which megatron-core keeps in one matrix."""
     return Rule((gate, up), lambda tensors: torch.cat(list(tensors)), lambda full: list(full.chunk(2)), 0, 2)
+
+
+def gated_already(name: str) -> Rule:
+    """Returns the rule of a matrix that has the rows of a gate projection, then those of an up projection."""
+    return Rule((name,), lambda tensors: tensors[0], lambda full: [full], 0, 2)
 
 
 def attention(names: Sequence[str], heads: int, groups: int, *, conv: bool = False) -> Rule:

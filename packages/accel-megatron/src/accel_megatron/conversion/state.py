@@ -1,50 +1,57 @@
 """State dicts of Transformers models as those of megatron-core's models, and back; exact in both directions."""
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
 
 from accel_megatron.conversion.architecture import architecture_of
+from accel_megatron.conversion.rules import stacked, unstacked
 
 
 def to_megatron(
     config: Any,
     state: Mapping[str, torch.Tensor],
     *,
-    place: tuple[int, int] = (0, 0),
-    degrees: tuple[int, int] = (1, 1),
+    place: tuple[int, ...] = (0, 0),
+    degrees: tuple[int, ...] = (1, 1),
 ) -> dict[str, torch.Tensor]:
     """Returns the state dict of megatron-core's model on one rank.
 
     Args:
-        config: configuration of the Transformers model (Llama or GPT-2).
+        config: configuration of the Transformers model (Llama, Mixtral or GPT-2).
         state: its full state dict.
-        place: tensor-parallel rank and pipeline stage.
-        degrees: tensor-parallel size and number of stages.
+        place: tensor-parallel rank, pipeline stage, and with experts the expert-parallel rank (default 0).
+        degrees: tensor-parallel size, number of stages, and the expert-parallel size (default 1).
 
     Raises:
         PrepareError: a model that megatron-core does not compute, or degrees that do not divide it.
     """
     architecture = architecture_of(config)
     architecture.check_degrees(*degrees)
+    tensor_rank, stage, expert_rank = (*place, 0)[:3]
+    tensor_size, pipeline, expert_size = (*degrees, 1)[:3]
+    slices = unstacked(state, architecture.stacks)
     return {
-        name: rule.shard(rule.join([state[one] for one in rule.names]), place[0], degrees[0])
-        for name, rule in architecture.rules(place[1], degrees[1])
+        name: rule.shard(rule.join([slices[one] for one in rule.names]), tensor_rank, tensor_size)
+        for name, rule in architecture.rules(stage, pipeline, expert_rank, expert_size)
     }
 
 
 def from_megatron(
-    config: Any, states: Mapping[tuple[int, int], Mapping[str, torch.Tensor]], degrees: tuple[int, int] = (1, 1)
+    config: Any, states: Mapping[tuple[int, ...], Mapping[str, torch.Tensor]], degrees: tuple[int, ...] = (1, 1)
 ) -> dict[str, torch.Tensor]:
     """Returns the full state dict of a Transformers model; ``states``: those of all ranks, by their ``place``.
 
     Tied tensors are under their first name only.
     """
     architecture = architecture_of(config)
+    tensor_size, pipeline, expert_size = (*degrees, 1)[:3]
     full: dict[str, torch.Tensor] = {}
-    for stage in range(degrees[1]):
-        for name, rule in architecture.owned_rules(stage, degrees[1]):
-            shards = [states[rank, stage][name] for rank in range(degrees[0])]
+    for stage, expert_rank in product(range(pipeline), range(expert_size)):
+        for name, rule in architecture.owned_rules(stage, pipeline, expert_rank, expert_size):
+            places = [(rank, stage, expert_rank)[: len(degrees)] for rank in range(tensor_size)]
+            shards = [states[place][name] for place in places]
             full.update(zip(rule.names, rule.split(rule.unshard(shards)), strict=True))
-    return full
+    return stacked(full)

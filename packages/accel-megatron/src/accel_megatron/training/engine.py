@@ -1,6 +1,6 @@
 """The prepared model: a call runs Megatron-LM's schedule, and the backward of its loss adds the gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.training.stage import bare
+from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
 
 IGNORED = -100
@@ -28,6 +30,12 @@ class MegatronEngine(nn.Module):
         architecture: of the model.
         num_micro_batches: micro-batches of a batch.
         per_token: whether the loss is the mean over the tokens of a batch, not over its micro-batches.
+        loss_scale: loss scale of fp16, which the schedule multiplies each loss by; None without one.
+        kept: fp32 weights of a model that computes in 16 bits, by megatron-core's names. An optimizer takes those that
+            it updates; the others stay, so that states have no rounded weights.
+
+    Attributes:
+        in_16_bits: whether the model computes in bf16 or fp16.
     """
 
     chunk: Any
@@ -41,12 +49,17 @@ class MegatronEngine(nn.Module):
         *,
         num_micro_batches: int,
         per_token: bool,
+        loss_scale: LossScaler | None = None,
+        kept: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.chunk = chunk
         self.architecture, self.num_micro_batches, self.per_token = architecture, num_micro_batches, per_token
         # Outside of the registry of modules, so that its parameters are not the engine's.
         self.__dict__.update(source=source, config=getattr(source, "config", None))
+        self.kept = dict(kept or {})
+        self._loss_scale = loss_scale
+        self.in_16_bits = bool(self.chunk.config.params_dtype != torch.float32)
         self.gradients = WindowGradients(chunk)
 
     def forward(
@@ -82,10 +95,23 @@ class MegatronEngine(nn.Module):
         if not training:
             loss, logits = self._evaluate(batch, count)
             return CausalLMOutput(loss=loss, logits=logits)
-        self.gradients.open()
+        self.gradients.open(1.0 if self._loss_scale is None else self._loss_scale.current)
         loss = self._train(batch, count)
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         return CausalLMOutput(loss=_Scheduled.apply(anchor, loss, self.gradients))  # type: ignore[no-untyped-call]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's weights by megatron-core's names, without master weights that an optimizer has."""
+        return {name: p.detach() for name, p in bare(self.chunk).named_parameters()} | self.kept
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replaces this rank's weights by the given values; master weights that an optimizer has stay."""
+        own = dict(bare(self.chunk).named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+                if name in self.kept:
+                    self.kept[name] = value.detach().clone()
 
     def _train(self, batch: "TokenBatch", count: int) -> torch.Tensor:
         tokens = batch.num_tokens
@@ -146,8 +172,8 @@ class MegatronEngine(nn.Module):
         """Returns the sum of what the last stage has found, on every stage."""
         from megatron.core import parallel_state
 
-        own = next(self.parameters())
-        total = torch.stack(found).sum(0) if found else torch.empty(shape, dtype=own.dtype, device=own.device)
+        device = next(self.parameters()).device
+        total = torch.stack(found).sum(0) if found else torch.empty(shape, device=device)
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1:
             dist.broadcast(total, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
@@ -211,7 +237,7 @@ class WindowGradients:
     def __init__(self, chunk: Any) -> None:
         self._chunk = chunk
         self._earlier: list[torch.Tensor] | None = None
-        self._open = False
+        self._open, self._scale = False, 1.0
         self.filled, self.reduced, self.backwards = False, False, 0
 
     @property
@@ -219,8 +245,8 @@ class WindowGradients:
         """Megatron-LM's buffers of gradients."""
         return [buffer.grad_data for buffer in self._chunk.buffers + self._chunk.expert_parallel_buffers]
 
-    def open(self) -> None:
-        """Sets the window's gradients aside, and clears the buffers for those of a call."""
+    def open(self, scale: float = 1.0) -> None:
+        """Sets the window's gradients aside, and clears the buffers for those of a call, times ``scale``."""
         if self.reduced:
             raise BackendError(
                 "a forward in training after clip_grad_norm_ or a step, without zero_grad: these gradients are averaged"
@@ -230,7 +256,7 @@ class WindowGradients:
             self._restore()
         self._earlier = [one.clone() for one in self.buffers] if self.filled else None
         self._chunk.zero_grad_buffer()
-        self._open = True
+        self._open, self._scale = True, scale
 
     def commit(self, factor: torch.Tensor) -> None:
         """Adds ``factor`` times the gradients of the last call to the window.
@@ -241,7 +267,7 @@ class WindowGradients:
         if not self._open:
             raise BackendError("backward of a loss whose gradients are used or discarded already; call the model again")
         for position, buffer in enumerate(self.buffers):
-            buffer.mul_(factor.to(buffer.dtype))
+            buffer.mul_((factor / self._scale).to(buffer.dtype))
             if self._earlier is not None:
                 buffer.add_(self._earlier[position])
         self._earlier, self._open, self.filled = None, False, True

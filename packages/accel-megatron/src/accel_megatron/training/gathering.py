@@ -1,11 +1,12 @@
 """Full tensors by the FQNs of the Transformers model, from the tensors of all ranks, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.conversion.rules import stack_name, stacked, unstacked
 
 
 def full_tensors(architecture: Architecture, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -21,9 +22,8 @@ def full_tensors(architecture: Architecture, local: Mapping[str, torch.Tensor]) 
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
     )
-    stage, count = pipeline.rank(), pipeline.size()
     found: dict[str, torch.Tensor] = {}
-    for name, rule in architecture.owned_rules(stage, count):
+    for name, rule in architecture.owned_rules(*place()):
         if name not in local:
             continue
         own = local[name].detach()
@@ -33,20 +33,23 @@ def full_tensors(architecture: Architecture, local: Mapping[str, torch.Tensor]) 
             dist.all_gather(shards, own.contiguous(), group=tensor)
         full = rule.split(rule.unshard(shards))
         found.update({one: value.clone() for one, value in zip(rule.names, full, strict=True)})
-    return found if count == 1 else _of_all_stages(found, pipeline)
+    if architecture.num_experts and place()[3] > 1:
+        experts = {name: value for name, value in found.items() if stack_name(name) != name}
+        found |= _of_all_ranks(experts, parallel_state.get_expert_model_parallel_group())
+    return stacked(found if pipeline.size() == 1 else _of_all_ranks(found, pipeline))
 
 
-def _of_all_stages(found: dict[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Returns the tensors of all stages, in their order."""
+def _of_all_ranks(found: dict[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Returns the tensors of all stages, or the experts of all expert-parallel ranks, in their order."""
     described: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(group.size())]
     dist.all_gather_object(described, {name: (one.shape, one.dtype) for name, one in found.items()}, group=group)
     device = torch.device("cpu") if not found else next(iter(found.values())).device
     full: dict[str, torch.Tensor] = {}
-    for stage, names in enumerate(described):
+    for rank, names in enumerate(described):
         for name, (shape, dtype) in names.items():
-            mine = stage == group.rank()
+            mine = rank == group.rank()
             full[name] = found[name].contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(full[name], dist.get_global_rank(group, stage), group=group)
+            dist.broadcast(full[name], dist.get_global_rank(group, rank), group=group)
     return full
 
 
@@ -56,10 +59,53 @@ def local_tensors(architecture: Architecture, full: Mapping[str, torch.Tensor]) 
 
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    count = parallel_state.get_pipeline_model_parallel_world_size()
+    slices = unstacked(full, architecture.stacks)
     return {
-        name: rule.shard(rule.join([full[one] for one in rule.names]), rank, size)
-        for name, rule in architecture.rules(stage, count)
-        if rule.names[0] in full
+        name: rule.shard(rule.join([slices[one] for one in rule.names]), rank, size)
+        for name, rule in architecture.rules(*place())
+        if rule.names[0] in slices
     }
+
+
+def norm_over_stages(
+    gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Returns the 2-norm (fp64) of parameters' gradients over the ranks of ``group``, and of experts over all theirs.
+
+    Copies on several ranks count once. Collective: every rank of the group must call this.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    sums: list[torch.Tensor | float] = [0.0, 0.0]
+    device = torch.device("cpu")
+    for parameter, gradient in gradients:
+        device = parameter.device
+        if gradient is None or not (
+            param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+        ):
+            continue
+        sums[on_expert_ranks(parameter)] += gradient.detach().double().pow(2).sum()
+    dense, experts = (torch.as_tensor(one, dtype=torch.float64, device=device) for one in sums)
+    dist.all_reduce(dense, group=group)
+    if place()[3] > 1:
+        dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    return (dense + experts).sqrt()
+
+
+def on_expert_ranks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of an expert that only some expert-parallel ranks have."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def place() -> tuple[int, int, int, int]:
+    """Returns this rank's pipeline stage and the number of stages, its expert-parallel rank and their number."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )

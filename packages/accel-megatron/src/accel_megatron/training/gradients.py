@@ -1,14 +1,15 @@
 """Gradients in Megatron-LM's buffers, for the backend's role."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_backends import ReplicatedGradients
-from accel_megatron.training.gathering import full_tensors, local_tensors
+from accel_megatron.training.gathering import full_tensors, local_tensors, norm_over_stages, on_expert_ranks, place
 from accel_megatron.training.stage import bare
 from accel_state.errors import BackendError
 
@@ -24,6 +25,19 @@ class MegatronGradients(ReplicatedGradients):
     def __init__(self, backend: "Backend", engines: "MegatronEngines") -> None:
         super().__init__(backend, ranks=backend.run.parallelism.data_parallel_size)
         self._engines = engines
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Averages gradients over ranks and divides them by the loss scale, once per optimizer and step.
+
+        Raises:
+            BackendError: gradients of a loss that was not scaled.
+        """
+        if self.loss_scale is None:
+            return
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            self._engines.of_optimizer(optimizer).ready()
+        super().unscale(optimizers)
 
     def clip_norm(
         self,
@@ -42,7 +56,9 @@ class MegatronGradients(ReplicatedGradients):
                 norm that is not finite.
         """
         listed = self.owned.checked(parameters)
-        norm = self._engines.optimizer_of_all(listed).clip(max_norm, norm_type)
+        optimizer = self._engines.optimizer_of_all(listed)
+        self.unscale([optimizer.optimizer])
+        norm = optimizer.clip(max_norm, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise BackendError(f"the gradient norm (p={norm_type:g}) is {norm.item()}; gradients have nan or inf")
         return norm
@@ -63,17 +79,14 @@ class MegatronGradients(ReplicatedGradients):
         Collective: every rank of the group must call this.
         """
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-        from megatron.core.transformer.module import param_is_not_shared
 
-        total = torch.zeros((), dtype=torch.float64, device=self.run.session.device.torch)
-        for model in models:
-            for parameter in bare(self._engines.find(model).chunk).parameters():
-                counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-                if counts and hasattr(parameter, "main_grad"):
-                    total += parameter.main_grad.double().pow(2).sum()
-        dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
-        return total.sqrt().to(torch.float32)
+        held = [
+            (parameter, _of_replica(parameter))
+            for model in models
+            for parameter in bare(self._engines.find(model).chunk).parameters()
+        ]
+        norm = norm_over_stages(held, parallel_state.get_model_parallel_group()).to(torch.float32)
+        return norm if self.loss_scale is None else norm / self.loss_scale.current
 
     def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
         """Multiplies the window's gradients."""
@@ -94,7 +107,8 @@ class MegatronGradients(ReplicatedGradients):
         if not engine.gradients.filled:
             return {}
         own = dict(bare(engine.chunk).named_parameters())
-        return full_tensors(engine.architecture, {name: p.main_grad for name, p in own.items() if p.requires_grad})
+        held = {name: gradient for name, p in own.items() if (gradient := _of_replica(p)) is not None}
+        return full_tensors(engine.architecture, held)
 
     def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Restores the gradients that ``unreduced`` returned."""
@@ -104,7 +118,7 @@ class MegatronGradients(ReplicatedGradients):
             return
         own = dict(bare(engine.chunk).named_parameters())
         for name, value in local_tensors(engine.architecture, gradients).items():
-            own[name].main_grad.copy_(value)
+            own[name].main_grad.copy_(value * expert_ranks(own[name]))
         engine.gradients.filled = True
 
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -112,9 +126,11 @@ class MegatronGradients(ReplicatedGradients):
 
         Collective: every rank of the group must call this.
         """
+        engine = self._engines.find(model)
+        optimizer = self._engines.optimizer_for(engine)
+        if engine.gradients.reduced and optimizer is not None:
+            return full_tensors(engine.architecture, optimizer.gradients())
         total = self.unreduced(model)
-        if self._engines.find(model).gradients.reduced:
-            return total
         from megatron.core import parallel_state
 
         group = parallel_state.get_data_parallel_group()
@@ -126,3 +142,15 @@ class MegatronGradients(ReplicatedGradients):
     def drop(self, model: nn.Module) -> None:
         """Drops the window's gradients."""
         self._engines.find(model).gradients.clear()
+
+
+def expert_ranks(parameter: torch.Tensor) -> int:
+    """Number of ranks whose tokens are in a parameter's gradient before it is averaged: those of its experts."""
+    return place()[3] if on_expert_ranks(parameter) else 1
+
+
+def _of_replica(parameter: Any) -> torch.Tensor | None:
+    """Returns a parameter's gradient of one replica, the mean of those whose tokens its experts compute."""
+    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    count = expert_ranks(parameter)
+    return gradient if gradient is None or count == 1 else gradient / count

@@ -6,8 +6,11 @@ from typing import Any, final
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from accel_megatron.conversion.rules import stack_name
 from accel_megatron.training.engine import MegatronEngine
+from accel_megatron.training.gathering import norm_over_stages, place
 from accel_megatron.training.stage import bare
+from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError, PrepareError
 
 
@@ -45,16 +48,17 @@ class EngineOptimizer:
         self._prepared = False
         self._distributed = distributed
         self.parameters = dict(bare(engine.chunk).named_parameters())
-        self._rules = dict(engine.architecture.rules(*_place()))
+        self._rules = dict(engine.architecture.rules(*place()))
         self._rebind()
         self._megatron = self._wrapped()
+        self._take_masters()
 
     def _rebind(self) -> None:
         own = self.parameters
         group_of = {name: position for position, names in enumerate(self.groups) for name in names}
         bound: list[list[torch.Tensor]] = [[] for _ in self.groups]
         for name, rule in self._rules.items():
-            found = {group_of.get(one) for one in rule.names}
+            found = {group_of.get(stack_name(one)) for one in rule.names}
             if len(found) > 1:
                 raise PrepareError(
                     f"{', '.join(rule.names)} are one tensor in megatron-core, and the optimizer has them in several "
@@ -70,11 +74,14 @@ class EngineOptimizer:
         from megatron.core import parallel_state
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-        from megatron.core.optimizer.optimizer import FP32Optimizer
+        from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+        half = self.engine.in_16_bits
         config = OptimizerConfig(
             optimizer="adam",
-            params_dtype=torch.float32,
+            # Also in fp16, in which megatron-core otherwise expects a loss scale of its own.
+            bf16=half,
+            params_dtype=self.engine.chunk.config.params_dtype,
             use_distributed_optimizer=self._distributed,
             clip_grad=0.0,
         )
@@ -94,7 +101,11 @@ class EngineOptimizer:
             )
             wrapped.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
         else:
-            wrapped = FP32Optimizer(self.optimizer, config, None)
+            wrapped = (
+                Float16OptimizerWithFloat16Params(self.optimizer, config, None, None)
+                if half
+                else FP32Optimizer(self.optimizer, config, None)
+            )
             wrapped.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
         wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
         return wrapped
@@ -104,18 +115,13 @@ class EngineOptimizer:
 
         Collective: every rank of the group must call this.
         """
-        import torch.distributed as dist
 
         if norm_type != 2.0:
             raise BackendError(f"norm_type={norm_type}: Megatron-LM clips gradients by their 2-norm; nearest: 2")
-        self._ready()
-        held = self._megatron.get_main_grads_for_grad_norm()
-        device = next(self.engine.parameters()).device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for gradient in held:
-            total += gradient.detach().double().pow(2).sum()
-        dist.all_reduce(total, group=self._megatron.get_grad_stats_parallel_group())
-        norm = total.sqrt()
+        self.ready()
+        inner = ((p, self._inner(p)) for p in self.parameters.values() if p.requires_grad)
+        gradients = ((p, None if one is None else one.grad) for p, one in inner)
+        norm = norm_over_stages(gradients, self._megatron.get_grad_stats_parallel_group())
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -124,17 +130,27 @@ class EngineOptimizer:
         self._clipped = True
         return norm.to(torch.float32)
 
-    def step(self, clipping: float) -> None:
+    def step(self, clipping: float, scaler: LossScaler | None = None) -> bool:
         """Steps, after clipping to ``clipping`` (0: not at all) unless ``clip`` was called in this window.
+
+        Returns False if the gradients overflowed with the loss scale of ``scaler``, so that all ranks skipped the step.
 
         Collective: every rank of the group must call this.
         """
         if not self.engine.gradients.filled:
-            return
+            return True
+        self.ready()
+        if scaler is not None:
+            scaler.unscale(self.optimizer)
         if clipping and not self._clipped:
             self.clip(clipping)
-        self._ready()
-        self._megatron.step_with_ready_grads()
+        if scaler is None:
+            self._megatron.step_with_ready_grads()
+            return True
+        stepped = scaler.step(self.optimizer)
+        if stepped:
+            self._publish()
+        return stepped
 
     def zero_grad(self) -> None:
         """Drops the gradients of the window."""
@@ -142,7 +158,7 @@ class EngineOptimizer:
         self._megatron.zero_grad()
         self._clipped = self._prepared = False
 
-    def _ready(self) -> None:
+    def ready(self) -> None:
         """Averages gradients over ranks and passes them to the torch optimizer, once a window."""
         self.engine.gradients.reduce()
         if not self._prepared:
@@ -150,6 +166,42 @@ class EngineOptimizer:
             self._prepared = True
 
     # States
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Returns the master weights by megatron-core's names, full over data-parallel ranks; empty in fp32.
+
+        Collective: every data-parallel rank must call this.
+        """
+        if not self.engine.in_16_bits:
+            return {}
+        if not self._distributed:
+            return {name: p.main_param.detach() for name, p in self.parameters.items() if hasattr(p, "main_param")}
+        return {name: self._summed(p, self._inner(p)) for name, p in self.parameters.items() if p.requires_grad}
+
+    def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replaces this rank's master weights, those that it has, by the given values."""
+        if not self.engine.in_16_bits:
+            return
+        with torch.no_grad():
+            for name, value in weights.items():
+                parameter = self.parameters[name]
+                inner = self._inner(parameter)
+                if inner is not None and inner is not parameter:
+                    inner.copy_(self._part(parameter, value))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the averaged gradients by megatron-core's names, full over data-parallel ranks.
+
+        Collective: every data-parallel rank must call this.
+        """
+        self.engine.gradients.reduce()
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        if not self._distributed:
+            return {name: p.main_grad.detach().clone() for name, p in trained.items()}
+        return {
+            name: self._summed(p, None if self._inner(p) is None else self._part(p, p.main_grad))
+            for name, p in trained.items()
+        }
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Returns the names in the Transformers model of a parameter of this rank's stage."""
@@ -186,13 +238,18 @@ class EngineOptimizer:
     def _inner(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Returns what the torch optimizer updates for a parameter on this rank; None: it is on other ranks."""
         if not self._distributed:
-            return parameter
-        groups = zip(self._megatron.model_fp32_groups, self._megatron.shard_fp32_groups, strict=True)
-        for group, shards in groups:
-            for one, shard in zip(group, shards, strict=True):
-                if one is parameter:
-                    found: torch.Tensor = shard
-                    return found
+            main: torch.Tensor = getattr(parameter, "main_param", parameter)
+            return main
+        megatron = self._megatron
+        for groups, sharded in (
+            (megatron.model_fp32_groups, megatron.shard_fp32_groups),
+            (megatron.model_float16_groups, megatron.shard_fp32_from_float16_groups),
+        ):
+            for group, shards in zip(groups, sharded, strict=True):
+                for one, shard in zip(group, shards, strict=True):
+                    if one is parameter:
+                        found: torch.Tensor = shard
+                        return found
         return None
 
     def _part(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -213,19 +270,31 @@ class EngineOptimizer:
         full: dict[str, Any] = {key: value for one in found for key, value in one.items()}
         for key, scalar in full.items():
             if scalar is None:
-                flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-                if inner is not None:
-                    self._part(parameter, flat).copy_(state[key])
-                dist.all_reduce(flat, group=group)
-                full[key] = flat.view(parameter.shape)
+                full[key] = self._summed(parameter, None if inner is None else state[key])
         return full
 
+    def _summed(self, parameter: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
+        """Returns a full fp32 tensor of the parts that data-parallel ranks have; None: this rank has none."""
+        import torch.distributed as dist
 
-def _place() -> tuple[int, int]:
-    """Returns this rank's pipeline stage, and the number of stages."""
-    from megatron.core import parallel_state
+        flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if part is not None:
+            self._part(parameter, flat).copy_(part.detach())
+        dist.all_reduce(flat, group=self._megatron.data_parallel_group)
+        return flat.view(parameter.shape)
 
-    return (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
+    def _publish(self) -> None:
+        """Copies master weights into the model, those of shards on all ranks."""
+        self._megatron._copy_main_params_to_model_params()
+        if self._distributed:
+            self.engine.chunk.start_param_sync()
+
+    def _take_masters(self) -> None:
+        """Replaces master weights, which megatron-core makes of rounded weights, by those that the model had."""
+        own = [name for name in self.engine.kept if self.parameters[name].requires_grad and name in self._trained()]
+        self.load_masters({name: self.engine.kept.pop(name) for name in own})
+
+    def _trained(self) -> set[str]:
+        """Names in megatron-core's model of the parameters that the optimizer updates, on this rank or another."""
+        listed = {name for names in self.groups for name in names}
+        return {name for name, rule in self._rules.items() if stack_name(rule.names[0]) in listed}

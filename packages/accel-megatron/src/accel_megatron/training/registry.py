@@ -1,6 +1,6 @@
 """The prepared models of a backend, and their optimizers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import final
 
 import torch
@@ -53,6 +53,25 @@ class MegatronEngines:
             if id(one) in self._optimizers:
                 return self._optimizers[id(one)]
         raise BackendError(f"{type(optimizer).__name__} was not prepared; prepare it in one call with its model")
+
+    def optimizer_for(self, engine: MegatronEngine) -> EngineOptimizer | None:
+        """Returns the optimizer of an engine; None if it has none."""
+        return next((one for one in self._optimizers.values() if one.engine is engine), None)
+
+    def weights(self, engine: MegatronEngine) -> dict[str, torch.Tensor]:
+        """Returns this rank's weights by megatron-core's names, in fp32 also if the model computes in 16 bits.
+
+        Collective: every data-parallel rank must call this.
+        """
+        optimizer = self.optimizer_for(engine)
+        return engine.weights() | ({} if optimizer is None else optimizer.masters())
+
+    def load_weights(self, engine: MegatronEngine, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replaces this rank's weights, master weights included."""
+        engine.load_weights(weights)
+        optimizer = self.optimizer_for(engine)
+        if optimizer is not None:
+            optimizer.load_masters(weights)
 
     def optimizer_of_all(self, parameters: Iterable[torch.Tensor]) -> EngineOptimizer:
         """Returns the optimizer of the engine whose trained parameters are all among ``parameters``.

@@ -1,12 +1,15 @@
 """This rank's stage of a model: megatron-core's ``GPTModel``, built, wrapped and filled."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.conversion.rules import stack_name
+from accel_megatron.training.gathering import place
 from accel_megatron.training.norm import MarkedNorm
+from accel_megatron.training.router import plain_router
 from accel_state.environment import patch_environment
 from accel_state.errors import PrepareError
 
@@ -17,8 +20,15 @@ if TYPE_CHECKING:
 _SETS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def transformer_config(options: "MegatronConfig", architecture: Architecture) -> Any:
+def transformer_config(
+    options: "MegatronConfig",
+    architecture: Architecture,
+    dtype: torch.dtype = torch.float32,
+    scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Any:
     """Returns megatron-core's ``TransformerConfig`` of a model under these options.
+
+    ``dtype``: in which the model computes (fp32, bf16 or fp16). ``scaled``: multiplies a loss by the loss scale.
 
     Raises:
         PrepareError: the options say something else than the model.
@@ -43,10 +53,16 @@ def transformer_config(options: "MegatronConfig", architecture: Architecture) ->
         **values,
         tensor_model_parallel_size=options.tp_degree,
         pipeline_model_parallel_size=options.pp_degree,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=1 if architecture.num_experts else None,
         sequence_parallel=options.sequence_parallelism,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        attention_softmax_in_fp32=False,  # a cast that scores in fp32 do not need
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        grad_scale_func=scaled,
+        # In fp32 the scores need no cast.
+        attention_softmax_in_fp32=options.attention_softmax_in_fp32 and dtype != torch.float32,
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -77,16 +93,19 @@ def build_stage(
     Raises:
         PrepareError: of the parameters that megatron-core keeps in one tensor, only some are trained.
     """
-    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    layer = get_gpt_layer_local_spec(normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(
+        num_experts=architecture.num_experts or None, moe_grouped_gemm=False, normalization=config.normalization
+    )
+    if architecture.num_experts:
+        layer.submodules.mlp.submodules.router = plain_router
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    count = parallel_state.get_pipeline_model_parallel_world_size()
+    stage, count, *_ = place()
     layers = [layer] * (architecture.num_layers // count)
     with patch_environment(**dict.fromkeys(_SETS, "1")):
         model: Any = GPTModel(
@@ -99,16 +118,20 @@ def build_stage(
     model.to(device)
     own = dict(model.named_parameters())
     assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())
-    for name, rule in architecture.rules(stage, count):
+    for name, rule in architecture.rules(*place()):
         with torch.no_grad():
             own[name].copy_(weights[name])
-        flags = {trained[one] for one in rule.names}
+        flags = {trained[stack_name(one)] for one in rule.names}
         if len(flags) > 1:
             raise PrepareError(f"{', '.join(rule.names)} are one tensor in megatron-core; train all of them, or none")
         own[name].requires_grad_(flags.pop())
         # megatron-core marks weights only when it initialises them; norms of gradients count unmarked ones once.
         own[name].tensor_model_parallel = rule.dim is not None
+    half = config.bf16 or config.fp16
+    if half:
+        model = Float16Module(config, model)
     wrapping = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=half,
         overlap_grad_reduce=False,
         use_distributed_optimizer=distributed_optimizer,
     )

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from accel_backends import ReplicatedStates
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, differences, fitted_groups
-from accel_megatron.training.gathering import full_tensors, local_tensors
-from accel_megatron.training.stage import bare
+from accel_megatron.conversion.rules import stack_name
+from accel_megatron.training.gathering import full_tensors, local_tensors, place
 from accel_state.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class MegatronStates(ReplicatedStates):
         Collective: every rank of the group must call this.
         """
         engine = self._engines.find(model)
-        own = {name: p.detach() for name, p in bare(engine.chunk).named_parameters()}
-        return full_tensors(engine.architecture, own)
+        return full_tensors(engine.architecture, self._engines.weights(engine))
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads full tensors by FQN.
@@ -63,10 +62,7 @@ class MegatronStates(ReplicatedStates):
                 f"state of another {kind}: {wrong[0]} is {tuple(state[wrong[0]].shape)} here and "
                 f"{tuple(known[wrong[0]])} in the model"
             )
-        own = dict(bare(engine.chunk).named_parameters())
-        with torch.no_grad():
-            for name, value in local_tensors(engine.architecture, state).items():
-                own[name].copy_(value)
+        self._engines.load_weights(engine, local_tensors(engine.architecture, state))
 
     def optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
         """Returns states as full tensors by FQN, on every rank.
@@ -123,9 +119,9 @@ def _full_values(engine: "MegatronEngine", held: Mapping[str, Any]) -> dict[str,
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     named = {
         one: scalars[name]
-        for name, rule in engine.architecture.owned_rules(pipeline.rank(), pipeline.size())
+        for name, rule in engine.architecture.owned_rules(*place())
         if name in scalars
-        for one in rule.names
+        for one in map(stack_name, rule.names)
     }
     stages: list[dict[str, Any]] = [{} for _ in range(pipeline.size())]
     dist.all_gather_object(stages, named, group=pipeline)
@@ -136,7 +132,7 @@ def _full_values(engine: "MegatronEngine", held: Mapping[str, Any]) -> dict[str,
 
 def _local_values(one: "EngineOptimizer", name: str, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the saved state of a parameter of this rank's stage, by key."""
-    names = one.names_of(name)
+    names = [stack_name(each) for each in one.names_of(name)]
     if names[0] not in state:
         return {}
     values: dict[str, Any] = {}

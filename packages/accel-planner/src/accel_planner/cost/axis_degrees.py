@@ -8,12 +8,14 @@ from typing import final
 from accel_planner.cost.hardware import Hardware
 from accel_planner.cost.transformer_shape import TransformerShape
 
-AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
 """Axes of the mesh, outermost first."""
 
-# Axes that one backend applies together: the sharding backend, and the pipeline backend (ADR 20 to 22).
+# Axes that one backend applies together: the sharding backend, and the pipeline backend (ADR 20 to 23). Pipelines with
+# shards of sequences or experts are left out: without a latency of collectives, short sequences would look free.
 _TOGETHER = (
     frozenset({"dp_replicate", "dp_shard", "ep", "cp", "tp"}),
+    frozenset({"dp_replicate", "dp_shard", "ep", "sp", "tp"}),
     frozenset({"pp", "dp_replicate", "dp_shard", "tp"}),
 )
 
@@ -28,6 +30,7 @@ class AxisDegrees:
     dp_shard: int = 1
     ep: int = 1
     cp: int = 1
+    sp: int = 1
     tp: int = 1
 
     def size(self, axis: str) -> int:
@@ -53,12 +56,17 @@ class AxisDegrees:
     @property
     def shards(self) -> int:
         """Ranks over which parameters other than those of experts are sharded."""
-        return self.dp_shard * self.ep * self.cp
+        return self.dp_shard * self.ep * self.sequence
 
     @property
     def expert_shards(self) -> int:
         """Ranks over which the parameters of one rank's experts are sharded."""
-        return self.dp_shard * self.cp
+        return self.dp_shard * self.sequence
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that have a part of each sequence."""
+        return self.cp * self.sp
 
     def stride(self, axis: str) -> int:
         """Distance in ranks of neighbours along an axis."""
@@ -82,17 +90,30 @@ def axis_degrees(
     world = hardware.ranks
     for tp in (n for n in divisors(hardware.devices) if shape.groups % n == 0 and shape.feed_forward % n == 0):
         for pp in (n for n in divisors(world // tp) if n <= shape.layers):
-            for cp in (n for n in divisors(world // (tp * pp)) if n == 1 or length % (2 * n) == 0):
-                for ep in (n for n in divisors(world // (tp * pp * cp)) if n == 1 or _divides(n, shape.experts)):
-                    readers = world // (tp * pp * cp)
+            for cp, sp in _sequence_degrees(shape, world // (tp * pp), length, tp):
+                inner = tp * pp * cp * sp
+                for ep in (n for n in divisors(world // inner) if n == 1 or _divides(n, shape.experts)):
+                    readers = world // inner
                     if global_batch % (readers * micro_batch):
                         continue
                     for shard in divisors(readers // ep):
                         found = AxisDegrees(
-                            pp=pp, dp_replicate=readers // ep // shard, dp_shard=shard, ep=ep, cp=cp, tp=tp
+                            pp=pp, dp_replicate=readers // ep // shard, dp_shard=shard, ep=ep, cp=cp, sp=sp, tp=tp
                         )
                         if any(together.issuperset(found.active) for together in _TOGETHER):
                             yield found
+
+
+def _sequence_degrees(shape: TransformerShape, ranks: int, length: int, tp: int) -> Iterator[tuple[int, int]]:
+    """Degrees of context and sequence parallelism, of which one is 1.
+
+    Context parallelism gives each rank two parts of a sequence, and sequence parallelism equally many heads.
+    """
+    for size in divisors(ranks):
+        if size == 1 or length % (2 * size) == 0:
+            yield size, 1
+        if size > 1 and shape.heads % (size * tp) == 0:
+            yield 1, size
 
 
 def divisors(number: int) -> list[int]:

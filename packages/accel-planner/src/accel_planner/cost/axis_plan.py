@@ -44,6 +44,7 @@ class AxisPlan:
     Attributes:
         degrees: degree of each axis.
         checkpointing: blocks are recomputed in the backward.
+        sync_each_batch: gradients are reduced in each micro-batch of an accumulation window, and not at its end.
         parameters: bytes of stored parameters.
         gradients: bytes of reduced gradients.
         optimizer: bytes of optimizer states.
@@ -58,6 +59,7 @@ class AxisPlan:
 
     degrees: AxisDegrees
     checkpointing: bool
+    sync_each_batch: bool
     parameters: int
     gradients: int
     optimizer: int
@@ -75,21 +77,45 @@ class AxisPlan:
 
     @property
     def name(self) -> str:
-        """Degrees above 1, and whether blocks are recomputed."""
-        return f"{self.degrees}{'+ckpt' * self.checkpointing}"
+        """Degrees above 1, and whether blocks are recomputed and gradients reduced in each micro-batch."""
+        return f"{self.degrees}{'+ckpt' * self.checkpointing}{'+sync' * self.sync_each_batch}"
+
+
+def accumulates(degrees: AxisDegrees, batching: Batching) -> bool:
+    """Whether ranks keep full gradients until the end of an accumulation window.
+
+    A pipeline reduces once after its schedule, and its full gradients are among the gathered bytes.
+    """
+    return batching.micro_batches(degrees) > 1 and degrees.pp == 1 and degrees.shards > 1
 
 
 def plan_degrees(
-    shape: TransformerShape, hardware: Hardware, degrees: AxisDegrees, batching: Batching, *, checkpointing: bool
+    shape: TransformerShape,
+    hardware: Hardware,
+    degrees: AxisDegrees,
+    batching: Batching,
+    *,
+    checkpointing: bool,
+    sync_each_batch: bool = False,
 ) -> AxisPlan:
     """Plans one combination of degrees."""
     count = batching.micro_batches(degrees)
-    tokens = batching.micro_batch * batching.length // degrees.cp
+    tokens = batching.micro_batch * batching.length // degrees.sequence
+    unreduced = 0
+    if accumulates(degrees, batching) and not sync_each_batch:
+        unreduced = _unreduced(shape, degrees, -(-shape.layers // degrees.pp))
     layers = -(-shape.layers // degrees.pp)
     elements = _Elements.of(shape, degrees, layers)
     own = elements.total
     moved = _traffic(
-        shape, degrees, elements, blocks=layers * count, tokens=tokens, count=count, checkpointing=checkpointing
+        shape,
+        degrees,
+        elements,
+        blocks=layers * count,
+        tokens=tokens,
+        count=count,
+        reductions=count if sync_each_batch else 1,
+        checkpointing=checkpointing,
     )
     sent = {axis: size for axis, size in moved.items() if axis != _EXPERTS}
     if _EXPERTS in moved:
@@ -102,7 +128,7 @@ def plan_degrees(
     # The stage with the most layers determines the time.
     computing = work / hardware.ranks / hardware.flops * layers * degrees.pp / shape.layers
     times = {axis: _seconds(axis, size, degrees, hardware) for axis, size in moved.items()}
-    waiting = sum(times.get(axis, 0.0) for axis in ("tp", "cp", "ep", "pp"))
+    waiting = sum(times.get(axis, 0.0) for axis in ("tp", "cp", "sp", "ep", "pp"))
     reducing = sum(times.get(axis, 0.0) for axis in ("dp_shard", _EXPERTS, "dp_replicate"))
     busy = (computing + waiting) / (1 - bubble)
     hidden = 0.0 if degrees.pp > 1 else computing  # a pipeline gathers before its schedule and reduces after it
@@ -110,13 +136,14 @@ def plan_degrees(
     return AxisPlan(
         degrees,
         checkpointing,
+        sync_each_batch,
         parameters=own * STORED,
         gradients=own * STORED,
         optimizer=own * _STATES,
         activations=_activations(
             shape, degrees, layers, tokens=tokens, in_flight=min(degrees.pp, count), checkpointing=checkpointing
         ),
-        communication=_gathered(shape, degrees, layers) + _unreduced(shape, degrees, layers, count),
+        communication=_gathered(shape, degrees, layers) + unreduced,
         local=local,
         remote=remote,
         bubble=bubble,
@@ -127,7 +154,7 @@ def plan_degrees(
 @final
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """Elements that a rank stores; those of its experts are gathered over ``dp_shard`` and ``cp``."""
+    """Elements that a rank stores; those of its experts are gathered over ``dp_shard``, ``cp`` and ``sp``."""
 
     dense: int
     experts: int
@@ -173,13 +200,8 @@ def _gathered(shape: TransformerShape, degrees: AxisDegrees, layers: int) -> int
     return 2 * block * (COMPUTED + COMPUTED) + ends // degrees.tp * (COMPUTED + COMPUTED)
 
 
-def _unreduced(shape: TransformerShape, degrees: AxisDegrees, layers: int, count: int) -> int:
-    """Bytes of full gradients that a rank keeps until the last of ``count`` micro-batches reduces them.
-
-    A pipeline reduces once after its schedule, and its full gradients are among the gathered bytes.
-    """
-    if count == 1 or degrees.pp > 1 or degrees.shards == 1:
-        return 0
+def _unreduced(shape: TransformerShape, degrees: AxisDegrees, layers: int) -> int:
+    """Bytes of full gradients that a rank keeps until the last micro-batch of a window reduces them."""
     experts = layers * shape.feed_forwards if shape.experts else 0
     dense = layers * shape.block - experts + _ends(shape, degrees)
     own = experts // (degrees.ep * _expert_split(degrees)) if degrees.expert_shards > 1 else 0
@@ -209,6 +231,7 @@ def _traffic(
     blocks: int,
     tokens: int,
     count: int,
+    reductions: int,
     checkpointing: bool,
 ) -> dict[str, int]:
     """Bytes that a rank sends in an optimizer step along each active axis; those of experts' shards apart."""
@@ -217,21 +240,31 @@ def _traffic(
     gathers = 2 * count if degrees.pp == 1 else 1
 
     def sharding(size: int, ranks: int) -> int:
-        return gathers * ring(size * ranks * COMPUTED, ranks) + ring(size * ranks * STORED, ranks)
+        return gathers * ring(size * ranks * COMPUTED, ranks) + reductions * ring(size * ranks * STORED, ranks)
 
+    # Keys and values of sequence-parallel ranks are repeated until each rank has equally many heads.
+    exchanged = 2 * shape.queries // degrees.tp + 2 * _repeated(shape, degrees) * shape.head_size
     sent = {
         # two all-reduces in each forward of a block and two in its backward
         "tp": blocks * 2 * (forwards + 1) * 2 * ring(hidden, degrees.tp),
         # keys and values are gathered, their gradients reduce-scattered
         "cp": blocks * (forwards + 1) * 2 * tokens * shape.keys // degrees.tp * COMPUTED * (degrees.cp - 1),
+        # queries, keys, values and outputs are exchanged for heads, their gradients for tokens
+        "sp": blocks * (forwards + 1) * ring(tokens * exchanged * COMPUTED, degrees.sp),
         # tokens go to their experts and return, also their gradients
         "ep": blocks * 2 * (forwards + 1) * ring(hidden * shape.chosen, degrees.ep),
         "pp": 2 * count * hidden if degrees.pp > 1 else 0,
         "dp_shard": sharding(elements.dense, degrees.shards),
         _EXPERTS: sharding(elements.experts, degrees.expert_shards),
-        "dp_replicate": 2 * ring(elements.total * STORED, degrees.dp_replicate),
+        "dp_replicate": 2 * reductions * ring(elements.total * STORED, degrees.dp_replicate),
     }
     return {axis: size for axis, size in sent.items() if size and axis in {"dp_shard", _EXPERTS, *degrees.active}}
+
+
+def _repeated(shape: TransformerShape, degrees: AxisDegrees) -> int:
+    """Heads of keys that a tensor-parallel rank's attention exchanges over the sequence-parallel ranks."""
+    heads = -(-shape.groups // degrees.tp)
+    return -(-heads // degrees.sp) * degrees.sp
 
 
 def _seconds(axis: str, size: int, degrees: AxisDegrees, hardware: Hardware) -> float:
@@ -243,9 +276,9 @@ def _seconds(axis: str, size: int, degrees: AxisDegrees, hardware: Hardware) -> 
 
 def _beside(axis: str, degrees: AxisDegrees, hardware: Hardware) -> int:
     """Groups of an axis that have ranks on the same node."""
-    if axis == "dp_shard":  # shards of dense layers are over the expert- and context-parallel ranks, too
+    if axis == "dp_shard":  # shards of dense layers are over the expert-, context- and sequence-parallel ranks, too
         return min(degrees.tp, hardware.devices)
     if axis == _EXPERTS:
-        inside = hardware.devices // (degrees.cp * degrees.tp)
+        inside = hardware.devices // (degrees.sequence * degrees.tp)
         return min(degrees.tp, hardware.devices) * min(degrees.ep, max(1, inside))
     return min(degrees.stride(axis), hardware.devices)

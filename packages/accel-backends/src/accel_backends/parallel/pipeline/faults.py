@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from accel_backends.private import guard_shape_inference
+from accel_backends.private import guard_shape_inference, repair_first_messages
 from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import CollectiveError, relayed
 from accel_state.process_group.group import sends_from_host
@@ -71,6 +71,7 @@ class FaultTolerantStage(PipelineStage):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         guard_shape_inference(self, self._guarded)
+        repair_first_messages(self)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -7,7 +7,8 @@ micro-batches, by which the stages find their inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from inspect import signature
+from typing import Any, Final, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,12 @@ from torch.distributed.pipelining import ScheduleGPipe
 from accel_backends.parallel.pipeline.faults import Faults, FaultTolerantStage
 from accel_backends.parallel.pipeline.schedules import ScheduleKind
 from accel_backends.parallel.pipeline.stages import Feed, Stage
-from accel_backends.private import answer_shape_messages
+from accel_backends.private import answer_shape_messages, leave_out_backwards
 from accel_state.collectives.group_argument import is_fake
 
 _FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F"})
+# torch 2.9 has no such option, and joins the outputs, which are one number for each micro-batch.
+_NO_OUTPUTS: Final = {"return_outputs": False} if "return_outputs" in signature(ScheduleGPipe.step).parameters else {}
 
 
 @final
@@ -82,7 +85,7 @@ class Pipeline:
         target = numbers if backward and self.plan.has_last else None
         try:
             with torch.set_grad_enabled(backward):
-                schedule.step(*given, target=target, return_outputs=False, number=numbers)
+                schedule.step(*given, target=target, number=numbers, **_NO_OUTPUTS)
             faults.agree(self.plan.together if backward else self.plan.group)
         except BaseException:
             self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
@@ -127,16 +130,9 @@ class Pipeline:
             scale_grads=False,
         )
         if several and not backward:
-            _leave_out_backwards(schedule)
+            leave_out_backwards(schedule, _FORWARD)
         self._schedules[backward] = key, schedule
         return schedule
-
-
-def _leave_out_backwards(schedule: Any) -> None:
-    """Leaves the forwards of a schedule; torch computes no backward without a loss, but stages on a V look for one."""
-    orders = schedule.pipeline_order_with_comms
-    for rank, actions in orders.items():
-        orders[rank] = [one for one in actions if one.computation_type.name in _FORWARD]
 
 
 def _as_computed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

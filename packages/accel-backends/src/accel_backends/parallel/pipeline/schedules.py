@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+import torch
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -17,6 +18,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from accel_backends.private import hands_over_within_ranks
 from accel_state.errors import ConfigError
 
 
@@ -44,11 +46,17 @@ def schedule_kind(name: str, stages_per_rank: int | None) -> tuple[ScheduleKind,
     """Returns a schedule by name, and the number of stages of each rank.
 
     Raises:
-        ConfigError: no such schedule, or one that does not have so many stages on a rank.
+        ConfigError: no such schedule, one that this torch does not run, or one that does not have so many stages on a
+            rank.
     """
     if name not in SCHEDULES:
         raise ConfigError(f"no pipeline schedule {name!r}; schedules: {', '.join(SCHEDULES)}")
     kind = SCHEDULES[name]
+    if kind.v_shaped and not hands_over_within_ranks(kind.made_by):
+        raise ConfigError(
+            f"schedule {name!r} needs torch 2.11, this is {torch.__version__}, where a rank with two neighbouring "
+            "stages sends messages to itself; nearest: schedule='interleaved_zero_bubble'"
+        )
     count = stages_per_rank or kind.per_rank or 2
     if count < 1 or (kind.per_rank is not None and count != kind.per_rank) or (kind.per_rank is None and count < 2):
         able = "2 or more" if kind.per_rank is None else str(kind.per_rank)

@@ -1,6 +1,6 @@
 """Parameters of pipeline stages, sharded over data-parallel ranks while no batch is computed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.optimizer_support import FUSED_ON_FULL, beyond_elements, check_state
+from accel_backends.parallel.expert_parallel import shard_placement
 from accel_backends.parallel.pipeline.causal_lm import CausalLM, has_parameters
 from accel_backends.private import full_parameter, joined_units, reduce_unit_gradients, unit_parameters
 from accel_precision.policy import dtype_name
@@ -43,22 +44,38 @@ class StageShards:
 
     Args:
         whole: the model, with the modules of this rank's stages.
-        mesh: data-parallel axes, the last one shards.
+        mesh: axes over which parameters are sharded, the last one shards.
         group: ranks of this mesh.
+        experts: modules of experts, which are divided among expert-parallel ranks; each is a unit.
+        expert_mesh: axes over which these are sharded, the last one shards.
 
     Collective: every rank of the mesh must call this.
     """
 
-    def __init__(self, whole: CausalLM, mesh: "DeviceMesh", group: "ProcessGroup") -> None:
+    def __init__(
+        self,
+        whole: CausalLM,
+        mesh: "DeviceMesh",
+        group: "ProcessGroup",
+        *,
+        experts: Sequence[nn.Module] = (),
+        expert_mesh: "DeviceMesh | None" = None,
+    ) -> None:
         from torch.distributed.fsdp import fully_shard
 
+        divided = [_Unit([module]) for module in experts]
+        for unit in divided:
+            assert expert_mesh is not None
+            place = shard_placement(expert_mesh.size(-1))
+            fully_shard(unit, mesh=expert_mesh, reshard_after_forward=False, shard_placement_fn=place)
+        elsewhere = {parameter for unit in divided for parameter in unit.parameters()}
         blocks = [_Unit([block]) for block in whole.blocks if has_parameters(block)]
         around = [whole.base.get_submodule(name) for name in (*whole.embeddings, *whole.behind)]
-        root = _Unit([*blocks, *around, whole.model.get_submodule(whole.head_name)])
+        root = _Unit([*divided, *blocks, *around, whole.model.get_submodule(whole.head_name)])
         for unit in (*blocks, root):
-            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False, ignored_params=elsewhere)
         self._model, self._group = whole.model, group
-        self._units = cast("list[FSDPModule]", [root, *blocks])
+        self._units = cast("list[FSDPModule]", [root, *blocks, *divided])
         joined_units(root)
         with self.gathered():
             pass  # makes the full parameters

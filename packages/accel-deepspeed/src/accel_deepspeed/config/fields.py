@@ -1,24 +1,34 @@
-"""Parsing of DeepSpeed's options to the types of their fields."""
+"""Fields of DeepSpeed's options: their keys in its JSON, their environment variables, defaults and types."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from accel_backends.core.option_parsing import as_flag, as_number
-from accel_deepspeed.config.ds_json import near
+from accel_deepspeed.config.ds_json import AUTO, ZERO, near
 from accel_state.errors import ConfigError
 
+PREFIX = "ACCELERATE_DEEPSPEED_"
 STAGES = (0, 1, 2, 3)
 OFFLOAD = ("none", "cpu", "nvme")
 
 
-def read(name: str, value: Any, origin: str) -> Any:
-    """Returns a value as the type of the field ``name``.
+@final
+@dataclass(frozen=True, slots=True)
+class OptionField:
+    """A field whose value DeepSpeed's JSON has, too.
 
-    Raises:
-        ConfigError: the value is invalid; with valid ones.
+    Attributes:
+        key: dotted key in DeepSpeed's JSON.
+        variable: environment variable.
+        default: value if no source has one.
+        read: converts a value, given the field's name, the value and its origin; raises ConfigError with valid values.
     """
-    reader: Callable[[str, Any, str], Any] = _READERS.get(name, _path)
-    return reader(name, value, origin)
+
+    key: str
+    variable: str
+    default: Any
+    read: Callable[[str, Any, str], Any]
 
 
 def _stage(name: str, value: Any, origin: str) -> int:
@@ -61,11 +71,16 @@ def _path(name: str, value: Any, origin: str) -> str | None:
     return None if str(value).lower() == "none" else str(value)
 
 
-_READERS: Mapping[str, Callable[[str, Any, str], Any]] = {
-    "zero_stage": _stage,
-    "gradient_accumulation_steps": _count,
-    "gradient_clipping": _norm,
-    "zero3_save_16bit_model": _flag,
-    "offload_optimizer_device": _device,
-    "offload_param_device": _device,
+_STEPS, _CLIP = "gradient_accumulation_steps", "gradient_clipping"
+_SAVE = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+FIELDS: Mapping[str, OptionField] = {
+    _STEPS: OptionField(_STEPS, f"ACCELERATE_{_STEPS.upper()}", AUTO, _count),
+    _CLIP: OptionField(_CLIP, f"ACCELERATE_{_CLIP.upper()}", AUTO, _norm),
+    "zero_stage": OptionField(f"{ZERO}.stage", f"{PREFIX}ZERO_STAGE", 2, _stage),
+    **{
+        f"{part}_{what}": OptionField(f"{ZERO}.{part}.{what}", f"{PREFIX}{part}_{what}".upper(), default, read)
+        for what, default, read in (("device", "none", _device), ("nvme_path", None, _path))
+        for part in ("offload_optimizer", "offload_param")
+    },
+    "zero3_save_16bit_model": OptionField(_SAVE, f"{PREFIX}ZERO3_SAVE_16BIT_MODEL", False, _flag),
 }

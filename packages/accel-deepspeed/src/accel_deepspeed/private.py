@@ -1,0 +1,249 @@
+"""Private names of DeepSpeed and torch that this package uses, each with what happens without it.
+
+Those of DeepSpeed were read in 0.19.8, those of torch in 2.9 and 2.13. No other module of the package uses them; CI
+checks that. Names without a substitute are checked as soon as DeepSpeed has been imported.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import getclosurevars
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_state.errors import BackendError
+
+VERSION = "0.19.8"
+# Of DeepSpeed's engine: called when a backward reaches the outputs of a forward (once, and for each output), and at its
+# end; whether a backward of the engine runs.
+_ONCE, _EACH, _END = "_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"
+_RUNNING = "_running_engine_backward"
+# Of stage 3: the all-gather of the coordinator of parameters, and the norms that a step measures.
+_GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
+_NORMS = "_get_norm_groups"
+_RELEASED = "_PartitionedParameterCoordinator__params_to_release"
+
+
+def check_names(deepspeed: Any) -> None:
+    """Refuses a DeepSpeed without the names that have no substitute.
+
+    Raises:
+        BackendError: with the first one, and the version that has it.
+    """
+    engine = deepspeed.DeepSpeedEngine
+    for name in (_ONCE, _EACH, _END):
+        if not hasattr(engine, name):
+            raise BackendError(
+                f"deepspeed {getattr(deepspeed, '__version__', '')} has no DeepSpeedEngine.{name}, by which backwards "
+                f"are told apart; install deepspeed {VERSION}; nearest without it: strategy='fsdp'"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------- the engine
+
+
+def replace_prologues(
+    engine: Any, once: Callable[[], None], each: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[], None]:
+    """Replaces the methods that a backward calls when it reaches the outputs of a forward; returns the first one.
+
+    ``once`` is called in the first backward through each forward, ``each`` with the gradient of each output.
+    """
+    begin: Callable[[], None] = getattr(engine, _ONCE)
+    engine.__dict__[_ONCE], engine.__dict__[_EACH] = once, each
+    return begin
+
+
+def restore_prologues(engine: Any) -> None:
+    """Undoes ``replace_prologues``."""
+    for name in (_ONCE, _EACH):
+        engine.__dict__.pop(name, None)
+
+
+def in_own_backward(engine: Any) -> bool:
+    """Whether ``backward`` of the engine runs, or ``joined_backward``."""
+    return bool(getattr(engine, _RUNNING))
+
+
+@contextmanager
+def joined_backward(engine: Any) -> Iterator[None]:
+    """Context of another engine's backward that goes through this engine, too."""
+    setattr(engine, _RUNNING, True)
+    try:
+        yield
+        getattr(engine, _END)()
+    finally:
+        setattr(engine, _RUNNING, False)
+
+
+@contextmanager
+def partitioned_as_given() -> Iterator[None]:
+    """Context in which stage 3 partitions parameters in their own dtype, by ``_set_dtype`` of its ``Init``.
+
+    DeepSpeed 0.19.8 otherwise uses bf16 on devices that do not compute in fp16, and rounds parameters that it writes to
+    disk. Does nothing in a DeepSpeed without the method.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
+
+    there = getattr(Owner, "_set_dtype", None)
+    if there is None:
+        yield
+        return
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        if dtype is None:
+            there(self, ds_config, dtype)
+        else:
+            self.dtype = dtype
+
+    Owner._set_dtype = set_dtype
+    try:
+        yield
+    finally:
+        Owner._set_dtype = there
+
+
+# ------------------------------------------------------------------------------------------- groups and references
+
+
+def open_tensor_parallel_groups(size: int) -> None:
+    """Creates DeepSpeed's tensor-parallel groups of ``size`` neighbouring ranks, by ``_init_tp_mesh_device``.
+
+    Collective: every rank of the group must call this.
+
+    Raises:
+        BackendError: this DeepSpeed does not have it.
+    """
+    from deepspeed.utils import groups
+
+    create = getattr(groups, "_init_tp_mesh_device", None)
+    if create is None:
+        raise BackendError(f"this DeepSpeed creates tensor-parallel groups in another way; install deepspeed {VERSION}")
+    create(tensor_model_parallel_size=size)
+
+
+def forget_groups() -> None:
+    """Drops DeepSpeed's references to the groups that it derived from the default group.
+
+    By ``_release_process_group_references``. A DeepSpeed without it keeps them until the process ends.
+    """
+    from deepspeed.utils import groups
+
+    forget = getattr(groups, "_release_process_group_references", None)
+    if forget is not None:
+        forget(None)
+
+
+def forget_released() -> None:
+    """Clears the cache with the parameters that layers of stage 3 release, which otherwise keeps models alive."""
+    stage3 = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
+    releasing = getattr(getattr(stage3, "PartitionedParameterCoordinator", None), _RELEASED, None)
+    cached: Any = getclosurevars(releasing).nonlocals.get("func") if releasing is not None else None
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()
+
+
+# ------------------------------------------------------------------------------------------------------- ZeRO
+
+
+def share_memory(optimizer: Any, own: Iterable[torch.Tensor]) -> None:
+    """Makes the optimizer of stage 1 or 2 step the model's own memory where it has dtype and device of the master copy.
+
+    ``own``: this rank's slice of each group in the model. DeepSpeed's records of the slices are made anew, by
+    ``_link_all_hp_params``; without it the optimizer keeps its copy.
+    """
+    relink = getattr(optimizer, "_link_all_hp_params", None)
+    if relink is None:
+        return
+    for flat, here in zip(optimizer.single_partition_of_fp32_groups, own, strict=True):
+        if (here.dtype, here.device) == (flat.dtype, flat.device):
+            flat.data = here.data
+    relink()
+
+
+def replace_gathers(coordinator: Any, gather: Callable[..., None]) -> Callable[..., None] | None:
+    """Replaces the all-gather of stage 3; returns DeepSpeed's own, None if this DeepSpeed has another one."""
+    own: Callable[..., None] | None = getattr(coordinator, _GATHER, None)
+    if own is not None:
+        coordinator.__dict__[_GATHER] = gather
+    return own
+
+
+def restore_gathers(coordinator: Any) -> None:
+    """Undoes ``replace_gathers``."""
+    coordinator.__dict__.pop(_GATHER, None)
+
+
+def measured_norms(optimizer: Any) -> tuple[Sequence[Any], str | None]:
+    """Returns the norms of stage 3's sub-groups, and the name of the method by which a step measures them again.
+
+    Without that method they are measured by ``get_grad_norm_direct``, and the name is None.
+    """
+    measure = getattr(optimizer, _NORMS, None)
+    if measure is not None:
+        return measure(), _NORMS
+    groups = enumerate(optimizer.fp16_groups)
+    if optimizer.offload_optimizer:
+        return [optimizer.complete_grad_norm_calculation_for_cpu_offload(group) for _, group in groups], None
+    return [optimizer.get_grad_norm_direct(optimizer.averaged_gradients[i], group) for i, group in groups], None
+
+
+def partition_slice(optimizer: Any, index: int, key: int, rank: int, size: int) -> torch.Tensor:
+    """Returns a parameter's slice of the buffer in which a group of stage 1 or 2 accumulates its partition in fp32.
+
+    By ``_get_compact_grad_partition_slice``, which makes the buffer if there is none.
+
+    Raises:
+        BackendError: this DeepSpeed does not have it.
+    """
+    get = getattr(optimizer, "_get_compact_grad_partition_slice", None)
+    if get is None:
+        raise BackendError(
+            "this DeepSpeed accumulates partitions in another way, so that no accumulation window can be resumed; "
+            f"install deepspeed {VERSION}; nearest: a checkpoint after an optimizer step"
+        )
+    found: torch.Tensor = get(index, rank, key, size)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- torch
+
+
+def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns the norm of each tensor, computed in ``dtype``; one by one in a torch without ``_foreach_norm``."""
+    together = getattr(torch, "_foreach_norm", None)
+    if together is None or not tensors:
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    return list(together(tensors, order, dtype=dtype))
+
+
+def is_accumulating(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the running backward accumulates into any parameter; ``torch.autograd.grad`` accumulates into none.
+
+    By ``_will_engine_execute_node``, and True in a torch without it.
+    """
+    from torch.autograd import graph
+
+    node_of, runs = (
+        getattr(graph, "_get_grad_fn_or_grad_acc", None),
+        getattr(torch._C, "_will_engine_execute_node", None),
+    )
+    if node_of is None or runs is None:
+        return True
+    with torch.enable_grad():
+        nodes = [node_of(parameter) for parameter in parameters if parameter.requires_grad]
+    try:
+        return any(map(runs, nodes))
+    except RuntimeError:  # for a parameter whose gradient torch.autograd.grad returns
+        return False
+
+
+def extensions_root() -> Path:
+    """Returns torch's default folder of compiled extensions, by ``_get_build_directory``; without it its parent."""
+    from torch.utils import cpp_extension
+
+    folder = getattr(cpp_extension, "_get_build_directory", None)
+    return Path(cpp_extension.get_default_build_root()) if folder is None else Path(folder("x", verbose=False)).parent

@@ -1,0 +1,146 @@
+"""Private names of DeepSpeed and torch: this DeepSpeed has them, and without them there is a fallback or a refusal."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_deepspeed import private
+from accel_deepspeed.library import library
+from accel_state.errors import BackendError
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@pytest.fixture
+def deepspeed() -> Any:
+    return library("cpu")
+
+
+def test_this_deepspeed_has_every_name(deepspeed):
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage12
+    from deepspeed.utils import groups
+
+    wanted = [
+        (deepspeed.DeepSpeedEngine, ["_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"]),
+        (partition_parameters.InsertPostInitMethodToModuleSubClasses, ["_set_dtype"]),
+        (groups, ["_init_tp_mesh_device", "_release_process_group_references"]),
+        (PartitionedParameterCoordinator, [private._GATHER, private._RELEASED]),
+        (Stage3, ["_get_norm_groups"]),
+        (Stage12, ["_link_all_hp_params", "_get_compact_grad_partition_slice"]),
+    ]
+    assert [name for owner, names in wanted for name in names if not hasattr(owner, name)] == []
+
+
+@pytest.mark.parametrize("name", ["_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"])
+def test_a_deepspeed_without_a_needed_name_is_refused_by_name(deepspeed, monkeypatch, name):
+    monkeypatch.delattr(deepspeed.DeepSpeedEngine, name)
+    with pytest.raises(BackendError, match=rf"has no DeepSpeedEngine.{name}, .* install deepspeed 0\.19\.8"):
+        library("cpu")
+
+
+def test_tensor_parallel_groups_need_the_name(deepspeed, monkeypatch):
+    from deepspeed.utils import groups
+
+    monkeypatch.delattr(groups, "_init_tp_mesh_device")
+    with pytest.raises(BackendError, match=r"tensor-parallel groups in another way; install deepspeed 0\.19\.8"):
+        private.open_tensor_parallel_groups(2)
+
+
+def test_references_may_stay(deepspeed, monkeypatch):
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.utils import groups
+
+    monkeypatch.delattr(groups, "_release_process_group_references")
+    monkeypatch.delattr(PartitionedParameterCoordinator, private._RELEASED)
+    private.forget_groups()
+    private.forget_released()
+    assert not hasattr(groups, "_release_process_group_references")
+
+
+def test_the_cache_of_released_parameters_is_cleared(deepspeed):
+    from inspect import getclosurevars
+
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    cached = getclosurevars(getattr(PartitionedParameterCoordinator, private._RELEASED)).nonlocals["func"]
+    private.forget_released()
+    assert cached.cache_info().currsize == 0
+
+
+def test_partitions_keep_the_dtype_that_was_given(deepspeed, monkeypatch):
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
+
+    with private.partitioned_as_given():
+        assert Owner(dtype=torch.float32).dtype is torch.float32
+    monkeypatch.delattr(Owner, "_set_dtype")
+    with private.partitioned_as_given():
+        assert not hasattr(Owner, "_set_dtype")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_memory_is_shared_if_the_records_can_be_made_anew(links):
+    linked: list[bool] = []
+    optimizer = SimpleNamespace(single_partition_of_fp32_groups=[torch.ones(2), torch.ones(2)])
+    if links:
+        optimizer._link_all_hp_params = lambda: linked.append(True)
+    own = [torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]
+    private.share_memory(optimizer, own)
+    same = [
+        flat.data_ptr() == here.data_ptr()
+        for flat, here in zip(optimizer.single_partition_of_fp32_groups, own, strict=True)
+    ]
+    assert (same, linked) == ([links, False], [True] if links else [])
+
+
+def test_all_gathers_of_another_deepspeed_are_left_alone():
+    coordinator = SimpleNamespace()
+    assert private.replace_gathers(coordinator, lambda: None) is None
+    private.restore_gathers(coordinator)
+    assert vars(coordinator) == {}
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_norms_of_another_deepspeed_are_measured_group_by_group(offload):
+    optimizer = SimpleNamespace(
+        offload_optimizer=offload,
+        fp16_groups=["a", "b"],
+        averaged_gradients={0: 10, 1: 20},
+        complete_grad_norm_calculation_for_cpu_offload=lambda group: f"{group} on the host",
+        get_grad_norm_direct=lambda gradients, group: f"{group} of {gradients}",
+    )
+    expected = ["a on the host", "b on the host"] if offload else ["a of 10", "b of 20"]
+    assert private.measured_norms(optimizer) == (expected, None)
+
+
+def test_a_window_is_not_resumed_by_another_deepspeed():
+    with pytest.raises(BackendError, match=r"window can be resumed; install deepspeed 0\.19\.8"):
+        private.partition_slice(SimpleNamespace(), 0, 0, 0, 1)
+
+
+def test_norms_are_the_same_one_by_one(monkeypatch):
+    tensors = [torch.arange(6.0).view(2, 3) - 2, torch.tensor([-7.0])]
+    together = private.norms_of(tensors, 3.0, torch.float32)
+    monkeypatch.delattr(torch, "_foreach_norm")
+    torch.testing.assert_close(private.norms_of(tensors, 3.0, torch.float32), together, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_backward_that_accumulates_is_told_from_one_that_does_not(monkeypatch, known):
+    if not known:
+        monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    parameter, found = nn.Parameter(torch.ones(1)), []
+    for accumulates in (True, False):
+        loss = (parameter * 2).sum()
+        loss.register_hook(lambda _: found.append(private.is_accumulating([parameter])))
+        if accumulates:
+            loss.backward()
+        else:
+            torch.autograd.grad(loss, parameter)
+    assert found == [True, not known]

@@ -1,0 +1,120 @@
+"""Mixtures of experts with Megatron-LM equal one process. On CPU ranks, under the tests' stand-in for CUDA."""
+
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+def assert_trains_as_one_process(rank, *, optimizer="sgd", accumulation=2, **options):
+    from loops import accelerator, largest_difference, make_model, optimizer_of, reference, train
+
+    with accelerator(gradient_accumulation_steps=accumulation, **options) as one:
+        replicas = one.num_processes // options.get("pp_degree", 1)
+        replica = one.process_index % replicas
+        expected = make_model("mixtral")
+        losses = reference(expected, replicas, kind=optimizer, accumulation=accumulation, clip=0.5)
+        source = make_model("mixtral")
+        model, prepared = one.prepare(source, optimizer_of(source, optimizer))
+        experts = {name for name, _ in model.named_parameters() if ".local_experts." in name}
+        layers = 4 // options.get("pp_degree", 1)
+        assert len(experts) == 2 * layers * 4 // options.get("expert_model_parallel_size", 1)
+        found = train(one, model, prepared, replica, accumulation=accumulation, clip=0.5)
+        if replica == 0:
+            assert found == pytest.approx(losses, abs=1e-5)
+        assert largest_difference(one.get_state_dict(model), expected.state_dict()) < 1e-5
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_trains_as_one_process(rank):
+    assert_trains_as_one_process(rank, num_micro_batches=2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_experts_on_two_ranks_train_as_one_process(rank, optimizer):
+    assert_trains_as_one_process(rank, expert_model_parallel_size=2, optimizer=optimizer)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{"pp_degree": 2}, {"use_distributed_optimizer": True, "optimizer": "adamw"}])
+@pytest.mark.slow
+def test_all_experts_on_each_of_two_ranks_train_as_one_process(rank, options):
+    assert_trains_as_one_process(rank, **options)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("options", [{"pp_degree": 2, "num_micro_batches": 2}, {}])
+@pytest.mark.slow
+def test_experts_on_two_of_four_ranks_train_as_one_process(rank, options):
+    assert_trains_as_one_process(rank, expert_model_parallel_size=2, **options)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_experts_are_those_of_one_process(rank):
+    import torch
+    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+
+    with accelerator(gradient_accumulation_steps=2, expert_model_parallel_size=2) as one:
+        expected = make_model("mixtral")
+        for replica in range(2):
+            (expected(**samples(replica, 0)).loss / 4).backward()
+        gradients = {name: p.grad for name, p in expected.named_parameters()}
+        source = make_model("mixtral")
+        model, _ = one.prepare(source, optimizer_of(source))
+        with one.accumulate(model):
+            one.backward(model(**samples(one.process_index, 0)).loss)
+        held = one.backend.gradients.unreduced(model)
+        one.backend.gradients.set_unreduced(model, held)
+        again = one.backend.gradients.unreduced(model)
+        assert largest_difference(again, held) == 0
+        for value in held.values():
+            torch.distributed.all_reduce(value)
+            value.div_(2)
+        assert largest_difference(held, gradients) < 1e-6
+        assert largest_difference(one.backend.gradients.full(model), gradients) < 1e-6
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"expert_model_parallel_size": 2}, {"pp_degree": 2}),
+        pytest.param({"pp_degree": 2}, {"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_continues_with_other_degrees(rank, tmp_path, before, after):
+    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+
+    def run(options, steps, *, load=False, save=False):
+        with accelerator(**options) as one:
+            source = make_model("mixtral")
+            model, optimizer = one.prepare(source, optimizer_of(source))
+            if load:
+                one.load_state(str(tmp_path / "saved"))
+            for step in steps:
+                one.backward(model(**samples(0, step)).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if save:
+                one.save_state(str(tmp_path / "saved"))
+            return one.get_state_dict(model)
+
+    expected = run(before, range(4))
+    run(before, range(2), save=True)
+    assert largest_difference(run(after, range(2, 4), load=True), expected) < 1e-4
+
+
+@pytest.mark.ranks(2)
+def test_expert_parallel_ranks_may_have_sequences_of_other_lengths(rank):
+    from loops import accelerator, make_model, optimizer_of, samples
+
+    with accelerator(expert_model_parallel_size=2) as one:
+        source = make_model("mixtral")
+        model, optimizer = one.prepare(source, optimizer_of(source))
+        batch = {name: value[:, : 12 - 4 * one.process_index] for name, value in samples(0, 0).items()}
+        loss = model(**batch).loss
+        assert float(loss) == pytest.approx(float(make_model("mixtral")(**batch).loss), abs=1e-5)
+        one.backward(loss)
+        optimizer.step()
