@@ -28,6 +28,7 @@ RUNS = {
     "resume": ([], {"raw_us", "accel_us", "accel_ratio"}),
     "step_overhead": (["--ranks", "1"], {"raw_us", "accel_adds_us", "accel_cpu_us", "accel_calls", "accel_ratio"}),
     "tracking": ([], {"step_us", "number_adds_us", "tensor_adds_us", "behind_us"}),
+    "trainer": (["--case", "plain"], {"accelerate_us", "accel_us", "ratio", "cpu_ratio", "accel_calls"}),
 }
 
 
@@ -43,7 +44,7 @@ def test_every_benchmark_is_listed_and_tested():
     assert run().removeprefix("benchmarks: ").strip().split(", ") == sorted([*RUNS, "gpu"])  # test_gpu.py runs it
 
 
-ELSEWHERE = {"planner_xla": "torch_xla"}  # in an environment of its own
+ELSEWHERE = {"planner_xla": "torch_xla", "trainer": "accelerate"}  # in an environment of its own
 # The quickest, which have all of the harness: ranks, loops, checkpoints, processes of their own. The planner's
 # measurements are those of its own tests.
 QUICK = ("checkpoint", "padding", "planner_xla", "resume")
@@ -69,6 +70,8 @@ def test_a_quick_run_reports_finite_numbers(name, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [name for name, (options, _) in RUNS.items() if options])
 def test_a_quick_run_of_all_cases_reports_finite_numbers(name, tmp_path):
+    if name in ELSEWHERE:
+        pytest.importorskip(ELSEWHERE[name])
     check(tmp_path, RUNS[name][1], name, "--quick", timeout=840)
 
 

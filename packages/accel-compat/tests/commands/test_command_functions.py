@@ -45,6 +45,17 @@ def test_settings_of_fsdp_1_become_those_of_fsdp_2(tmp_path):
         command(parser.parse_args(["--config_file", str(source), "--output_file", str(target)]))
 
 
+def test_a_file_that_cannot_be_written_over_stays_as_it_was(tmp_path):
+    parser, command, _ = functions("to_fsdp2", "to_fsdp2_command")
+    source = tmp_path / "one.yaml"
+    source.write_text("fsdp_config: {fsdp_version: 1}\n")
+    target = tmp_path / "folder"
+    target.mkdir()
+    with pytest.raises(ValueError, match=r"cannot write .*folder"):
+        command(parser.parse_args(["--config_file", str(source), "--output_file", str(target), "--overwrite"]))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["folder", "one.yaml"]
+
+
 def test_replacing_a_name_of_such_a_module_has_an_effect(monkeypatch, caplog, tmp_path):
     parser, command, module = functions("to_fsdp2", "to_fsdp2_command")
     monkeypatch.setattr(module, "load_config", lambda file: {"fsdp_config": {"fsdp_version": 2}})

@@ -1,6 +1,7 @@
 """DeepSpeed's plugin with Accelerate's fields: sources, "auto", selection, translation."""
 
 import importlib
+import os
 
 import pytest
 from torch import nn
@@ -44,6 +45,15 @@ def test_fields_and_variables_make_the_configuration(monkeypatch):
     assert plugin.is_zero3_init_enabled()
     translated = translate_deepspeed(plugin)
     assert (translated.zero_stage, translated.offload_optimizer_device, translated.gradient_clipping) == (3, "cpu", 0.5)
+
+
+def test_the_translation_leaves_the_environment_alone_and_reads_none_of_it(monkeypatch):
+    plugin = CompatDeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})
+    for name, value in {"GRADIENT_ACCUMULATION_STEPS": "4", "GRADIENT_CLIPPING": "0.5"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    monkeypatch.setattr(os.environ, "clear", lambda: pytest.fail("other threads read the environment meanwhile"))
+    translated = translate_deepspeed(plugin)
+    assert (translated.gradient_accumulation_steps, translated.gradient_clipping) == (1, None)
 
 
 def test_partitioned_building_needs_stage_3():

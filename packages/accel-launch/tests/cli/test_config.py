@@ -313,6 +313,11 @@ def test_other_files_stay_as_they_are() -> None:
         assert "nothing was changed" in notes[0]
 
 
+def test_keys_that_are_no_settings_keep_their_names() -> None:
+    made, _ = convert({"fsdp_config": {"mine": 1, "offload_params": True}})
+    assert made["fsdp_config"] == {"fsdp_version": 2, "mine": 1, "fsdp_offload_params": True}
+
+
 def test_our_own_flat_files_are_converted_too() -> None:
     made, _ = convert({"use_fsdp": True, "fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"})
     assert made == {"fsdp_version": 2, "use_fsdp": True, "fsdp_reshard_after_forward": False}

@@ -38,6 +38,12 @@ def default_file(env: Mapping[str, str]) -> Path:
     return as_json if as_json.is_file() else folder / "default_config.yaml"
 
 
+def existing_default(env: Mapping[str, str]) -> str | None:
+    """Path of ``default_file``, or None if there is no such file."""
+    path = default_file(env)
+    return str(path) if path.is_file() else None
+
+
 def launch_words(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """Returns the arguments of ``accel launch`` for those of ``accelerate launch``.
 
@@ -46,8 +52,8 @@ def launch_words(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """
     flags = [word.partition("=")[0].replace("-", "_") for word in words]
     made = ["launch", "--compat"]
-    if "__config_file" not in flags and default_file(env).is_file():
-        made += ["--config_file", str(default_file(env))]
+    if "__config_file" not in flags and (file := existing_default(env)) is not None:
+        made += ["--config_file", file]
     on_cpu = str_to_bool(env.get("ACCELERATE_USE_CPU") or "no")
     if on_cpu and "__multi_gpu" in flags:
         place = flags.index("__multi_gpu")

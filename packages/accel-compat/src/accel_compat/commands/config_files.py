@@ -10,9 +10,8 @@ from typing import Any, Self
 from accel.utils import constants
 from accel.utils.enums import ComputeEnvironment, SageMakerDistributedType
 from accel_compat.commands.command_line import default_file
+from accel_compat.state.accelerator_state import PRECISIONS
 from accel_state.enums import DistributedType
-
-_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def __getattr__(name: str) -> Any:
@@ -195,8 +194,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: Any = None) -
     if path.exists():
         print(f"{path} exists and stays as it is; name another `save_location`.")
         return False
-    if mixed_precision.lower() not in _PRECISIONS:
-        raise ValueError(f"`mixed_precision` is {mixed_precision!r}; expected one of {', '.join(_PRECISIONS)}")
+    if mixed_precision.lower() not in PRECISIONS:
+        raise ValueError(f"`mixed_precision` is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if kind is not None else 1
     name = "NO" if kind is None or count == 1 else "MULTI_GPU" if kind.type == "cuda" else f"MULTI_{kind.type.upper()}"

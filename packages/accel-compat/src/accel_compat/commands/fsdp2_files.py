@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_compat.commands.argument_parser import parser_of
-from accel_launch.cli.to_fsdp2 import convert
-from accel_launch.config.model import settings
+from accel_launch.cli.to_fsdp2 import convert, read_settings, write_settings
 
 LOG = logging.getLogger("accelerate.commands.to_fsdp2")
 __all__ = ["convert_config_to_fsdp2", "load_config", "main", "to_fsdp2_command", "to_fsdp2_command_parser"]
@@ -28,13 +27,12 @@ def load_config(config_file: Any) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the file does not exist.
+        ConfigError: a ValueError; the file is no mapping of settings.
     """
-    import yaml
-
     path = Path(config_file)
     if not path.is_file():
         raise FileNotFoundError(f"Config file `{config_file}` not found")
-    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    return read_settings(path)
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,18 +40,10 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
     if (config.get("fsdp_config") or {}).get("fsdp_version", 1) == 2:
         LOG.warning("Config already specifies FSDP2, skipping conversion...")
         return dict(config)
-    section = config.get("fsdp_config") or {}
-    others = {key: value for key, value in section.items() if not (str(key).startswith("fsdp_") or _is_option(key))}
-    options = {key: value for key, value in section.items() if key not in others}
-    converted, notes = convert({**config, "fsdp_config": options})
+    converted, notes = convert(config)
     for note in notes:
         LOG.warning("%s", note)
-    made = converted["fsdp_config"]
-    return {**converted, "fsdp_config": {**made, **others} if isinstance(made, dict) else made}
-
-
-def _is_option(key: object) -> bool:
-    return f"fsdp_{key}" in settings()
+    return converted
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
@@ -64,15 +54,13 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         FileExistsError: the output exists, and may not be overwritten.
         ValueError: there is no place to write to.
     """
-    import yaml
-
     config = load_config(args.config_file)
     if args.output_file is None and not args.overwrite:
         raise ValueError("If --overwrite is not set, --output_file must be provided")
     target = Path(args.output_file or args.config_file)
     if target.exists() and not args.overwrite:
         raise FileExistsError(f"Output file `{target}` already exists and --overwrite is not set")
-    target.write_text(yaml.safe_dump(convert_config_to_fsdp2(config)), encoding="utf-8")
+    write_settings(target, convert_config_to_fsdp2(config))
 
 
 def main() -> int:

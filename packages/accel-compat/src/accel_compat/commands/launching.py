@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_compat.commands.argument_parser import add_settings, given_settings, parser_of
-from accel_compat.commands.command_line import default_file
+from accel_compat.commands.command_line import existing_default
 from accel_launch.cli.options import config_from
 from accel_launch.config.model import AccelConfig, settings
 from accel_state.environment import parse_flag_from_env
@@ -29,8 +29,8 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def resolved(args: argparse.Namespace) -> AccelConfig:
-    """Settings of a launch: those that were given, then those of the environment, then those of the file.
+def resolved(args: argparse.Namespace) -> tuple[AccelConfig, str | None]:
+    """Settings of a launch: those that were given, then those of the environment, then those of the file; and the file.
 
     Raises:
         ConfigError: a ValueError; names the key, the file's line and what was expected.
@@ -39,18 +39,11 @@ def resolved(args: argparse.Namespace) -> AccelConfig:
     flags = given_settings(args)
     if flags.get("multi_gpu") and parse_flag_from_env("ACCELERATE_USE_CPU"):
         flags["multi_gpu"] = False
-    return config_from(flags, file_of(args))
-
-
-def file_of(args: argparse.Namespace) -> str | None:
-    """File of settings that is named, or the default file if it exists."""
     named: str | None = args.config_file
-    if named is not None:
-        if not Path(named).is_file():
-            raise FileNotFoundError(f"The passed configuration file `{named}` does not exist.")
-        return named
-    path = default_file(os.environ)
-    return str(path) if path.is_file() else None
+    if named is not None and not Path(named).is_file():
+        raise FileNotFoundError(f"The passed configuration file `{named}` does not exist.")
+    file = existing_default(os.environ) if named is None else named
+    return config_from(flags, file), file
 
 
 def validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
@@ -61,10 +54,9 @@ def validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespac
     """
     from accel_compat.commands.config_files import load_config_from_file
 
-    config = resolved(args)
+    config, file = resolved(args)
     for name in settings():
         setattr(args, name, getattr(config, name))
-    file = file_of(args)
     defaults = None if file is None else load_config_from_file(file)
     return args, defaults, config.origin("mixed_precision").source in ("env", "file")
 
@@ -78,7 +70,7 @@ def launch_command(args: argparse.Namespace) -> None:
         SystemExit: a process failed; the status is that of ``accel launch``.
         ConfigError: a ValueError; the settings contain a mistake.
     """
-    config, file = resolved(args), file_of(args)
+    config, file = resolved(args)
     words = [] if file is None else ["--config_file", file]
     for name in given_settings(args):
         row = settings()[name]

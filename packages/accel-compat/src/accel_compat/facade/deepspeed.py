@@ -9,14 +9,11 @@ import torch
 from torch import nn
 
 from accel.utils.deepspeed import DummyOptim, DummyScheduler
-from accel_compat.options.deepspeed import AUTO, GATHER, ZERO, CompatDeepSpeedPlugin
+from accel_compat.options.deepspeed import AUTO, GATHER, CompatDeepSpeedPlugin
+from accel_deepspeed.config.resolve_auto import bucket_sizes, width_of
 
 LOG = logging.getLogger("accelerate.accelerator")
 _MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-_WIDTHS = tuple(
-    f"{ZERO}.{name}"
-    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-)
 
 
 @final
@@ -96,7 +93,7 @@ def _micro_batch(plugin: CompatDeepSpeedPlugin, items: Sequence[Any], accelerato
 
 def _widths(plugin: CompatDeepSpeedPlugin, model: nn.Module) -> dict[str, int]:
     """Sizes of buckets that follow the width of the model."""
-    autos = [key for key in _WIDTHS if plugin.is_auto(key)]
+    autos = [key for key in bucket_sizes(1) if plugin.is_auto(key)]
     if not autos:
         return {}
     config: Any = getattr(model, "config", None)
@@ -106,14 +103,10 @@ def _widths(plugin: CompatDeepSpeedPlugin, model: nn.Module) -> dict[str, int]:
     )
     if config is None:
         raise ValueError(f"Can't find `model.config` entry, {advice}")
-    text: Any = getattr(config, "text_config", None)
-    width = next((one.hidden_size for one in (config, text) if hasattr(one, "hidden_size")), None)
+    width = width_of(config)
     if width is None:
-        widths = next((one.hidden_sizes for one in (config, text) if hasattr(one, "hidden_sizes")), None)
-        if widths is None:
-            raise ValueError(f"Can find neither `model.config.hidden_size` nor `model.config.hidden_sizes`, {advice}")
-        width = max(widths)
-    return dict(zip(_WIDTHS, (width * width, int(0.9 * width * width), 10 * width), strict=True))
+        raise ValueError(f"Can find neither `model.config.hidden_size` nor `model.config.hidden_sizes`, {advice}")
+    return bucket_sizes(width)
 
 
 def _dummies(items: Sequence[Any], ranks: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from accel.utils.dataclasses import DeepSpeedPlugin
 from accel.utils.deepspeed import HfDeepSpeedConfig
 from accel_deepspeed.config.auto_values import AutoValues
-from accel_state.environment import clear_environment, str_to_bool
+from accel_state.environment import str_to_bool
 
 AUTO, ZERO = "auto", "zero_optimization"
 GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
@@ -243,14 +243,14 @@ def translate_deepspeed(plugin: Any, *, on_cpu: bool = False) -> Any:
         section.pop("offload_param", None)
     if stage == 0:
         section.pop("offload_optimizer", None)
-    with clear_environment():
-        return DeepSpeedPlugin(
-            hf_ds_config=document,
-            is_train_batch_min=plugin.is_train_batch_min,
-            zero3_init_flag=bool(plugin.zero3_init_flag and stage == 3),
-            transformer_moe_cls_names=plugin.transformer_moe_cls_names,
-            enable_msamp=plugin.enable_msamp,
-        )
+    return DeepSpeedPlugin(
+        hf_ds_config=document,
+        is_train_batch_min=plugin.is_train_batch_min,
+        zero3_init_flag=bool(plugin.zero3_init_flag and stage == 3),
+        transformer_moe_cls_names=plugin.transformer_moe_cls_names,
+        enable_msamp=plugin.enable_msamp,
+        environment={},  # the plugin has read the variables
+    )
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:

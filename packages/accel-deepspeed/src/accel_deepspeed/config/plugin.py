@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, final
 
 from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
@@ -65,6 +65,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
             they are.
         enable_msamp: MS-AMP is not supported; True is refused.
         msamp_opt_level: accepted and ignored, because MS-AMP is off.
+        environment: variables that complete the options; None: those of the process.
         chooses_stage: whether ``zero_stage`` was given as "auto"; it is 2 until the planner has chosen.
         sequence_attention: attention function of Transformers to use with sequence parallelism; None: the model's.
         plugins: all plugins of the run by name, this one included; see ``several``.
@@ -95,6 +96,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
     enable_msamp: Any = None
     msamp_opt_level: Any = None
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    environment: InitVar[Mapping[str, str] | None] = None
     origins: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     chooses_stage: bool = field(default=False, init=False, repr=False, compare=False)
     sequence_attention: str | None = field(default=None, init=False, repr=False, compare=False)
@@ -157,8 +159,8 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
             one.plugins = built
         return next(iter(built.values()))
 
-    def __post_init__(self) -> None:
-        env = os.environ
+    def __post_init__(self, environment: Mapping[str, str] | None) -> None:
+        env = os.environ if environment is None else environment
         source = self.hf_ds_config
         if source is None:
             named = env.get(f"{PREFIX}CONFIG_FILE", "none")

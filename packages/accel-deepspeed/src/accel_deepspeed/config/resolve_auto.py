@@ -216,14 +216,32 @@ def _true_precision(config: dict[str, Any], policy: PrecisionPolicy, fill: Any) 
         fill(key, True, f"precision {policy.name}", absent=True)
 
 
+def width_of(config: Any) -> int | None:
+    """Width in a model's config or in that of its text model, the largest of several; None: none is stated."""
+    for source in (config, getattr(config, "text_config", None)):
+        one, several = getattr(source, "hidden_size", None), getattr(source, "hidden_sizes", None)
+        if isinstance(one, int):
+            return one
+        if several:
+            return int(max(several))
+    return None
+
+
+def bucket_sizes(width: int) -> dict[str, int]:
+    """Sizes of buckets by key, in elements, for a model of this width."""
+    return {
+        f"{ZERO}.reduce_bucket_size": width * width,
+        f"{ZERO}.stage3_prefetch_bucket_size": int(0.9 * width * width),
+        f"{ZERO}.stage3_param_persistence_threshold": 10 * width,
+    }
+
+
 def _sizes(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
     """Resolves bucket sizes from the width of the model, if known, limited to the size of the model."""
     width = run.hidden_size
     if width is not None:
-        origin = f"hidden_size {width}"
-        fill(f"{ZERO}.reduce_bucket_size", width * width, origin)
-        fill(f"{ZERO}.stage3_prefetch_bucket_size", int(0.9 * width * width), origin)
-        fill(f"{ZERO}.stage3_param_persistence_threshold", 10 * width, origin)
+        for key, size in bucket_sizes(width).items():
+            fill(key, size, f"hidden_size {width}")
     for key, default in _BUCKETS.items():
         if 0 < run.elements < default:
             even = run.elements + run.elements % 2

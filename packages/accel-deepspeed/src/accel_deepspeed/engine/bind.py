@@ -17,7 +17,7 @@ from accel_deepspeed.checkpoint import state_dicts as deepspeed_states
 from accel_deepspeed.config.ds_json import ZERO, find
 from accel_deepspeed.config.dummies import DummyOptim, DummyScheduler
 from accel_deepspeed.config.plugin import DeepSpeedConfig
-from accel_deepspeed.config.resolve_auto import RunFacts, settle
+from accel_deepspeed.config.resolve_auto import RunFacts, settle, width_of
 from accel_deepspeed.engine.activation_checkpointing import guard_checkpointing
 from accel_deepspeed.engine.engine import (
     Prepared,
@@ -207,7 +207,7 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
         policy=owner.policy,
         world_size=_data_ranks(owner),
         elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values() if p.requires_grad),
-        hidden_size=_hidden_size(innermost(bundle.models[0])),
+        hidden_size=width_of(getattr(innermost(bundle.models[0]), "config", None)),
         batch_sizes=bundle.batch_sizes,
         smallest=owner._options.is_train_batch_min,
         rates=None if dummy is None else {"lr": dummy.lr, "weight_decay": dummy.weight_decay},
@@ -230,18 +230,6 @@ def _first_gradients(owner: Owner, prepared: Prepared) -> FirstGradients | None:
         return None
     whole = {name: one for name, one in named_parameters(prepared.engine).items() if not is_cut(one)}
     return FirstGradients(whole, group, owner.session.group)
-
-
-def _hidden_size(model: nn.Module) -> int | None:
-    """Returns the width in a model's config, the largest if there are several; None if the config states none."""
-    config: Any = getattr(model, "config", None)
-    for source in (config, getattr(config, "text_config", None)):
-        one, several = getattr(source, "hidden_size", None), getattr(source, "hidden_sizes", None)
-        if isinstance(one, int):
-            return one
-        if several:
-            return int(max(several))
-    return None
 
 
 def _fp32_values(config: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from accel_inference.hooks.align import DeviceLike
 from accel_inference.module_tensors.access import is_below
 from accel_inference.module_tensors.ties import device_of
 from accel_inference.placement.auto_map import infer_auto_device_map
-from accel_inference.placement.budgets import DeviceName, get_balanced_memory
+from accel_inference.placement.budgets import HOST_DEVICES, DeviceName, get_balanced_memory
 from accel_inference.quantization.ao_layers import TorchAOQuantizer
 from accel_inference.quantization.bnb_layers import BnbQuantizer
 from accel_inference.quantization.config import BnbQuantizationConfig, QuantizationConfig
@@ -107,9 +107,9 @@ def _places(
         low = device_map == "balanced_low_0"
         max_memory = get_balanced_memory(model, max_memory, unsplittable, target, whole, low_zero=low)
     found: Any = infer_auto_device_map(model, max_memory, unsplittable, target, whole)
-    on_accelerators = {str(device) for device in found.values()} - {"cpu", "disk"}
+    on_accelerators = {str(device) for device in found.values()}.difference(HOST_DEVICES)
     if "disk" in found.values() or (on_accelerators and "cpu" in found.values()):
-        places = ", ".join(name for name, device in found.items() if device in ("cpu", "disk"))
+        places = ", ".join(name for name, device in found.items() if device in HOST_DEVICES)
         raise ValueError(
             f"Some modules are dispatched on the CPU or the disk: {places}. Make sure you have enough memory for the "
             "quantized model, or pass a custom `device_map`, whose offloaded modules keep their precision"

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from accel_inference.placement.auto_map import infer_auto_device_map
-from accel_inference.placement.budgets import DeviceName, get_max_memory
+from accel_inference.placement.budgets import HOST_DEVICES, DeviceName, get_max_memory
 from accel_inference.placement.sizes import compute_module_sizes
 from accel_state.enums import CustomDtype
 from accel_state.errors import ConfigError
 
-_HOST: tuple[DeviceName, ...] = ("cpu", "disk")
 _CACHE = "_kv_cache_of_the_estimate"
 _CACHE_BYTES: Mapping[str, int] = {"float32": 4}
 """Bytes of a cached number by dtype of the weights: 2 unless they are float32, also if the weights are quantized."""
@@ -119,18 +118,18 @@ def place(
     sizes = compute_module_sizes(model, _loaded_as(dtype))
     names = list(layers)
     unsplittable = sorted({*(getattr(model, "_no_split_modules", None) or ()), *_classes(model, names)})
-    first = next((device for device in budgets if device not in _HOST), None)
+    first = next((device for device in budgets if device not in HOST_DEVICES), None)
     reserved = 0  # on the first accelerator, for the cache of offloaded layers; it only grows, so the search ends
     with _cache_buffers(model, names, layer_cache):
         while True:
             left = {device: max(size - reserved, 0) if device == first else size for device, size in budgets.items()}
             found = infer_auto_device_map(model, left, unsplittable, _loaded_as(dtype), offload_buffers=True)
             where = [_device_of(layer, found) for layer in names]
-            offloaded = layer_cache * sum(device in _HOST for device in where)
+            offloaded = layer_cache * sum(device in HOST_DEVICES for device in where)
             if first is None or offloaded <= reserved:
                 break
             reserved = offloaded
-    cache = Counter(first if first is not None and device in _HOST else device for device in where)
+    cache = Counter(first if first is not None and device in HOST_DEVICES else device for device in where)
     weights: Counter[DeviceName] = Counter()
     for part, device in found.items():
         weights[device] += sizes[part]

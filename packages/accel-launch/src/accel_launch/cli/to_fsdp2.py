@@ -42,13 +42,27 @@ def to_fsdp2(config_file: str, *, overwrite: bool, output_file: str | None) -> i
     """Converts the fsdp_config of one of Accelerate's files, or accel's own FSDP settings, from version 1 to version 2.
     Options that version 2 does not have are left out and reported.
     """
-    import yaml
-
     if not overwrite and output_file is None:
         raise ConfigError("nowhere to write: give --output_file PATH, or --overwrite to convert the file itself")
     source, target = Path(config_file), Path(output_file or config_file)
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} exists; name another file, or give --overwrite")
+    converted, notes = convert(read_settings(source))
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    write_settings(target, converted)
+    print(f"wrote {target}")
+    return 0
+
+
+def read_settings(source: Path) -> dict[str, object]:
+    """Reads the entries of a file of settings, YAML or JSON.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no mapping.
+    """
+    import yaml
+
     try:
         data = yaml.safe_load(source.read_text(encoding="utf-8"))
     except OSError as error:
@@ -57,14 +71,20 @@ def to_fsdp2(config_file: str, *, overwrite: bool, output_file: str | None) -> i
         raise ConfigError(f"{source} is no YAML or JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source} is empty; expected lines of the form 'name: value'")
-    converted, notes = convert(data)
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
+    return data
+
+
+def write_settings(target: Path, data: Mapping[str, object]) -> None:
+    """Replaces a file of settings atomically, as YAML in the order of ``data``.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    import yaml
+
     from accel_launch.cli.config import replace_file
 
-    replace_file(target, yaml.safe_dump(converted, sort_keys=False))
-    print(f"wrote {target}")
-    return 0
+    replace_file(target, yaml.safe_dump(dict(data), sort_keys=False))
 
 
 def convert(data: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
@@ -75,13 +95,18 @@ def convert(data: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """
     section = data.get(_SECTION)
     if isinstance(section, Mapping) and section:
-        # Old files omit the prefix.
-        named = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
-        converted, notes = _convert(named)
+        converted, notes = _convert({_prefixed(str(key)): value for key, value in section.items()})
         return {**data, _SECTION: converted}, notes
     if any(key.startswith("fsdp_") and key != _SECTION for key in data):
         return _convert(data)
     return dict(data), ["there is no fsdp_config; nothing was changed"]
+
+
+def _prefixed(key: str) -> str:
+    """Name of a setting, of which old files omit the prefix; other keys stay as they are."""
+    from accel_launch.config.model import settings
+
+    return f"fsdp_{key}" if f"fsdp_{key}" in settings() else key
 
 
 def _convert(options: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
