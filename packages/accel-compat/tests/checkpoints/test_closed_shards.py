@@ -53,6 +53,15 @@ def test_a_name_with_dots_runs_no_code(tmp_path, folder, module, name):
 
 
 @pytest.mark.parametrize(
+    "change", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:100])], ids=["gone", "cut"]
+)
+def test_a_damaged_file_of_shards_is_an_error_of_the_folder(folder, change):
+    change(next(folder.glob("*.distcp")))
+    with pytest.raises(CheckpointError, match="folder cannot be read"):
+        read_shards(folder)
+
+
+@pytest.mark.parametrize(
     ("module", "name"),
     [
         ("builtins", "print"),

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from accel_compat.checkpoints.pickles import load
 from accel_compat.checkpoints.sharded import merge_fsdp_weights
+from accel_state.errors import CheckpointError, CollectiveError
 
 
 @pytest.fixture
@@ -37,3 +38,15 @@ def test_folders_that_cannot_be_merged_are_refused(shards, tmp_path):
         with pytest.raises(ValueError, match="expected an output_path outside of it"):
             merge_fsdp_weights(shards, output, remove_checkpoint_dir=True)
     assert (shards / ".metadata").is_file()
+
+
+@pytest.mark.ranks(2)
+def test_a_damaged_shard_is_an_error_on_every_rank(rank, tmp_path):
+    folder = tmp_path / "shards"
+    if rank == 0:
+        dcp.save({"model": {"weight": torch.ones(2, 3)}}, checkpoint_id=folder, no_dist=True)
+        next(folder.glob("*.distcp")).unlink()
+    expected = CheckpointError if rank == 0 else CollectiveError
+    with pytest.raises(expected, match="cannot be read"):
+        merge_fsdp_weights(folder, tmp_path / "merged", remove_checkpoint_dir=True)
+    assert rank or folder.is_dir()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
@@ -86,7 +87,7 @@ def read_shards(folder: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a load without a process group
             load_shards(flat, storage_reader=reader, planner=planner, no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     return _nested({**flat, **planner.plain}, facts.planner_data or {})
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from accel_compat.checkpoints.files import numbered
 from accel_compat.checkpoints.pickles import load
+from accel_state.errors import CheckpointError
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
@@ -130,14 +132,18 @@ def merge_fsdp_weights(
     Raises:
         ValueError: ``checkpoint_dir`` has no shards of torch's distributed checkpoints, or is to be removed with the
             merged file in it. The other ranks raise a CollectiveError.
+        CheckpointError: a file of the shards is damaged.
     """
     from accel_compat.state.process_state import SharedPartialState
     from accel_state.collectives.objects import agree
 
-    state, error = SharedPartialState(), None
+    error: Exception | None = None
+    state = SharedPartialState()
     if state.is_main_process:
         try:
             _merge(Path(checkpoint_dir), Path(output_path), safe=safe_serialization, remove=remove_checkpoint_dir)
+        except CheckpointException as caught:  # torch's own, which is no Exception
+            error = CheckpointError(f"the shards of {checkpoint_dir} cannot be read: {caught}")
         except Exception as caught:
             error = caught
     if state.use_distributed:
