@@ -295,8 +295,9 @@ class ShardedParts(Partitions):
             there.data.copy_(flat)
             return
         group = self.optimizer.fp16_groups[index]
-        slices = zip(group, flat.split([one.ds_tensor.ds_numel for one in group]), strict=True)
-        away = [(one, values) for one, values in slices if not _took(one.ds_tensor, values)]
+        sizes = [one.ds_tensor.ds_numel for one in group]
+        slices = flat.narrow(0, 0, sum(sizes)).split(sizes)
+        away = [(one, values) for one, values in zip(group, slices, strict=True) if not _took(one.ds_tensor, values)]
         if away:
             parameters, values = map(list, zip(*away, strict=True))
             group[0].nvme_swapper.swap_out_partitioned_params(dst_fp16_params=parameters, src_fp32_params=values)
