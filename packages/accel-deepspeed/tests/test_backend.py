@@ -247,7 +247,7 @@ def test_a_loss_goes_through_two_engines(rank: int, world_size: int, stage: int)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_changed_whole_parameters_train_on(rank: int, world_size: int, stage: int) -> None:
+def test_changed_full_parameters_train_on(rank: int, world_size: int, stage: int) -> None:
     with opened("bf16", zero_stage=stage) as backend:
         model = make_net()
         before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -152,7 +152,7 @@ def test_a_run_of_deepspeed_goes_on_here(rank_pool: RankPool, tmp_path: Path, st
         pytest.param(3, 2, "ds3:2", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_whose_ranks_share_layers_goes_on_here(
+def test_a_tensor_parallel_run_goes_on_here(
     rank_pool: RankPool, tmp_path: Path, stage: int, ranks: int, layout: str
 ) -> None:
     folder = str(tmp_path)

@@ -70,7 +70,7 @@ def language_in_parts() -> Program:
         "ds3:2/acc=3/short",
     ],
 )
-def test_ranks_that_share_layers_in_fp16_equal_one_process(rank_pool: RankPool, layout: str) -> None:
+def test_tensor_parallel_ranks_in_fp16_equal_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(language_in_parts, [f"{layout}/fp16/tp=2"], pool=rank_pool, around=fp16_on_the_cpu)
 
 

@@ -21,7 +21,7 @@ def test_asynchronous_tensor_parallelism_is_ignored_with_a_warning(caplog):
 
 
 def train(degree: int) -> dict[str, torch.Tensor]:
-    """A loop of Accelerate, whose ranks read the same samples where they share layers."""
+    """A loop of Accelerate, whose tensor-parallel ranks read the same samples."""
     import accel_compat
 
     accel_compat.install()

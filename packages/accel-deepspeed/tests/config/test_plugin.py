@@ -250,7 +250,7 @@ def test_degrees_of_the_configuration_count_where_no_other_is_given() -> None:
     own = DeepSpeedPlugin.build({"tensor_parallel": {"autotp_size": 2}})
     assert own.resolve(facts(4)).parallelism == ParallelismConfig(tp_size=2, dp_shard_size=2)
     assert DeepSpeedPlugin(zero_stage=0).resolve(facts(4)).parallelism == ParallelismConfig(dp_replicate_size=4)
-    with pytest.raises(ConfigError, match="neighbours share sequences or layers, not both"):
+    with pytest.raises(ConfigError, match="DeepSpeed has sequence or tensor parallelism, not both"):
         own.resolve(facts(4, sp_size=2, tp_size=2))
 
 
@@ -266,7 +266,7 @@ def test_the_planners_choice_completes_what_is_open() -> None:
 
 def test_what_is_told_of_shared_layers_goes_to_the_engine() -> None:
     """DeepSpeed itself works out a batch, of which it has two ideas; logits stay whole unless that is asked for."""
-    run = RunFacts(PrecisionPolicy.parse("no", device_type="cpu"), 2, share_layers=2, batch_sizes=(3,))
+    run = RunFacts(PrecisionPolicy.parse("no", device_type="cpu"), 2, tensor_parallel_size=2, batch_sizes=(3,))
     config, origins = settle({"tensor_parallel": {"autotp_size": 2}}, run)
     assert "train_batch_size" not in config
     assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}

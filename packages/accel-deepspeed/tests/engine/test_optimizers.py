@@ -103,7 +103,7 @@ def opened(stage: int, precision: str = "no") -> Iterator[Any]:
         (0, "Muon"),
     ],
 )
-def test_an_optimizer_steps_on_pieces_as_on_whole_parameters(rank: int, stage: int, kind: str) -> None:
+def test_an_optimizer_steps_on_pieces_as_on_full_parameters(rank: int, stage: int, kind: str) -> None:
     expected = matrices()
     stepping = made(kind, expected)
     model = matrices()
@@ -123,7 +123,7 @@ def test_an_optimizer_steps_on_pieces_as_on_whole_parameters(rank: int, stage: i
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", BEYOND)
-def test_one_that_looks_at_whole_parameters_is_refused(rank: int, stage: int, kind: str) -> None:
+def test_one_that_looks_at_full_parameters_is_refused(rank: int, stage: int, kind: str) -> None:
     words = (
         "closure" if kind == "LBFGS" else f"full parameters, and ZeRO stage {stage} .*zero_stage=0, or strategy='ddp'"
     )
@@ -134,7 +134,7 @@ def test_one_that_looks_at_whole_parameters_is_refused(rank: int, stage: int, ki
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", [ByRows, ByNorm])
-def test_one_of_another_library_that_looks_at_whole_parameters_is_refused(rank: int, kind: type[ByRows]) -> None:
+def test_one_of_another_library_that_looks_at_full_parameters_is_refused(rank: int, kind: type[ByRows]) -> None:
     model = matrices()
     with opened(2) as backend, pytest.raises(PrepareError, match=f"{kind.__name__} looks at full parameters"):
         backend.prepare(Bundle([model], [kind(model.parameters())]))

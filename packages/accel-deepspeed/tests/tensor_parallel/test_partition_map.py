@@ -42,7 +42,7 @@ def described(rows: int, columns: int, widths: list[int], *, by_rows: bool, copi
     copies=st.integers(1, 3),
     begins=st.integers(0, 3),
 )
-def test_a_whole_is_its_parts(other: int, widths: list[int], by_rows: bool, copies: int, begins: int) -> None:
+def test_a_full_tensor_is_its_parts(other: int, widths: list[int], by_rows: bool, copies: int, begins: int) -> None:
     rows, columns = (sum(widths), other) if by_rows else (other, sum(widths))
     found = PartMap.of(described(rows, columns, widths, by_rows=by_rows, copies=copies))
     # A view into a larger storage, as parts of flat buffers are.

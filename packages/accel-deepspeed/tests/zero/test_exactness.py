@@ -202,13 +202,13 @@ session.close()
 
 
 @pytest.mark.ranks(2)
-def test_whole_weights_for_one_rank_only_are_there_where_ranks_have_no_parts(rank: int, world_size: int) -> None:
+def test_full_weights_for_one_rank_only_are_there_where_ranks_have_no_parts(rank: int, world_size: int) -> None:
     with beside(0) as pair:
         assert rank == 1 or len(pair.backend.states.full_model(pair.engine)) == 8
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_whole_weights_for_one_rank_only_are_refused_where_ranks_have_parts(stage: int, tmp_path: Path) -> None:
+def test_full_weights_for_one_rank_only_are_refused_where_ranks_have_parts(stage: int, tmp_path: Path) -> None:
     run = run_prepared(ALONE, stage, folder=tmp_path)
     assert re.search(r"CollectiveMismatchError(.|\n)*rank 0: get_state_dict", run.check_failed().output)
 

@@ -14,8 +14,8 @@ TENSOR = "tensor_parallel"
 LAYERS = f"{TENSOR}.autotp_size"
 # Reasons why the planner cannot choose a stage together with sequence or tensor parallelism.
 _UNPLANNED = {
-    "sp": "the planner chooses when a model is prepared, and its attention and its loaders need the groups of ranks "
-    "that share sequences before",
+    "sp": "the planner chooses when a model is prepared, and its attention and its loaders need "
+    "sequence-parallel groups before",
     "tp": "the planner looks at full layers, and only DeepSpeed knows, when it has cut a model, what a rank keeps of "
     "them",
 }
@@ -114,8 +114,8 @@ def check_one_axis(sequences: int, layers: int) -> None:
     """Raises ConfigError for both sequence and tensor parallelism."""
     if sequences > 1 and layers > 1:
         raise ConfigError(
-            f"{SEQUENCES}={sequences} and {LAYERS}={layers}: neighbours share sequences or layers, not both; leave one "
-            "of them out"
+            f"{SEQUENCES}={sequences} and {LAYERS}={layers}: DeepSpeed has sequence or tensor parallelism, not both; "
+            "leave one of them out"
         )
 
 

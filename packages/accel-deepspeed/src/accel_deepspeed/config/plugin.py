@@ -140,7 +140,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
 
     @classmethod
     def serves(cls, axes: Collection[str]) -> bool:
-        """Whether ``axes`` are served together: neighbouring ranks share sequences or layers, not both."""
+        """Whether ``axes`` are served together: DeepSpeed has sequence or tensor parallelism, not both."""
         return cls.axes.issuperset(axes) and not {"sp", "tp"} <= set(axes)
 
     @classmethod

@@ -33,7 +33,7 @@ class RunFacts:
         steps: ``total_num_steps`` and ``warmup_num_steps`` of a ``DummyScheduler``.
         scaler: options of the loss scale, if given.
         device_type: type of the training devices.
-        share_layers: size of a tensor-parallel group.
+        tensor_parallel_size: size of a tensor-parallel group.
     """
 
     policy: PrecisionPolicy
@@ -46,7 +46,7 @@ class RunFacts:
     steps: Mapping[str, int | None] | None = None
     scaler: GradScalerKwargs | None = None
     device_type: str = "cpu"
-    share_layers: int = 1
+    tensor_parallel_size: int = 1
 
 
 # Options of ZeRO++ that quantize on the device, which DeepSpeed implements for GPUs only.
@@ -65,7 +65,7 @@ def check_abilities(config: Mapping[str, Any], run: RunFacts) -> None:
             f"{ZERO}.{packing[0]}: DeepSpeed packs numbers on GPUs only; nearest: zero_hpz_partition_size, the part of "
             "ZeRO++ that does without"
         )
-    if run.share_layers > 1:
+    if run.tensor_parallel_size > 1:
         _check_shared_layers(config, run)
 
 
@@ -74,13 +74,13 @@ def _check_shared_layers(config: Mapping[str, Any], run: RunFacts) -> None:
     halves = run.policy.compute is not None and dtype_name(run.policy.compute) in ("bf16", "fp16")
     if int(find(config, f"{ZERO}.stage", 0)) == 0 and halves:
         raise ConfigError(
-            f"{LAYERS}={run.share_layers} at stage 0 in {run.policy.name}: DeepSpeed measures one rank's part of the "
-            "gradients there, and clips by that; nearest: zero_stage=1"
+            f"{LAYERS}={run.tensor_parallel_size} at stage 0 in {run.policy.name}: DeepSpeed measures one rank's "
+            "part of the gradients there, and clips by that; nearest: zero_stage=1"
         )
     if int(find(config, f"{ZERO}.zero_hpz_partition_size", 1)) > 1:
         raise ConfigError(
-            f"{LAYERS}={run.share_layers} and {ZERO}.zero_hpz_partition_size spread parameters over groups that know "
-            "nothing of each other; leave one of them out"
+            f"{LAYERS}={run.tensor_parallel_size} and {ZERO}.zero_hpz_partition_size spread parameters over groups "
+            "that know nothing of each other; leave one of them out"
         )
 
 
@@ -104,7 +104,7 @@ def settle(document: Mapping[str, Any], run: RunFacts) -> tuple[dict[str, Any], 
     _batches(config, run, origins)
     _shares(config, run, fill)
     _precision(config, run, fill)
-    if run.share_layers > 1:
+    if run.tensor_parallel_size > 1:
         fill(f"{TENSOR}.vocab_parallel_lm_head", False, "logits stay whole", absent=True)
     _sizes(config, run, fill)
     _dummies(config, run, fill)
@@ -142,7 +142,7 @@ def _batches(config: dict[str, Any], run: RunFacts, origins: dict[str, str]) -> 
             f"make {micro * steps * run.world_size}; give it as {AUTO!r}, or make them multiply"
         )
     config.update({_MICRO: micro, _TOTAL: micro * run.world_size, _STEPS: 1})
-    if run.share_layers > 1:
+    if run.tensor_parallel_size > 1:
         del config[_TOTAL]  # with AutoTP DeepSpeed is inconsistent: world size here, data-parallel size there
     origins.update({_MICRO: origin, _TOTAL: "one micro-batch on every rank", _STEPS: "accumulate counts"})
 

@@ -191,7 +191,9 @@ def zero3_init(owner: Owner) -> Iterator[None]:
 
     Collective: every rank of the group must call this.
     """
-    run = RunFacts(owner.policy, _data_ranks(owner), device_type=owner.device.type, share_layers=owner._layers.size)
+    run = RunFacts(
+        owner.policy, _data_ranks(owner), device_type=owner.device.type, tensor_parallel_size=owner._layers.size
+    )
     config, _ = settle(owner._options.deepspeed_config, run)
     with partitioned(owner.session, config):
         yield
@@ -214,7 +216,7 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
         steps=steps,
         scaler=owner.scaler_options,
         device_type=owner.device.type,
-        share_layers=owner._layers.size,
+        tensor_parallel_size=owner._layers.size,
     )
 
 

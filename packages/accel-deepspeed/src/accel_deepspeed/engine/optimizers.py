@@ -85,7 +85,7 @@ def check_full(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
         return
     if cut:
         raise PrepareError(
-            f"{kind} looks at full parameters, and every rank that shares layers has a part of them; nearest: AdamW, "
+            f"{kind} looks at full parameters, and every tensor-parallel rank has a part of them; nearest: AdamW, "
             "or layers that are not shared"
         )
     raise PrepareError(

@@ -73,8 +73,8 @@ class Layers:
             found = self.size
         if found != self.size:
             raise BackendError(
-                f"{LAYERS}={self.size}, and engines of this process share layers among {found} ranks, of which "
-                "DeepSpeed knows one number; close the Accelerator that has them first"
+                f"{LAYERS}={self.size}, and engines of this process have tensor-parallel groups of {found} ranks, "
+                "of which DeepSpeed knows one size; close the Accelerator that has them first"
             )
         if self.size > 1:
             open_tensor_parallel_groups(self.size)
@@ -221,8 +221,8 @@ def _check_note(kind: str, name: str, parameter: nn.Parameter) -> None:
     for rank, one in described["ranks"].items():
         if 0 in one["shard_shape"]:
             raise PrepareError(
-                f"{kind}.{name} of {tuple(note['original_shape'])} leaves nothing of it to rank {rank} of those that "
-                f"share layers; nearest: a smaller {LAYERS}"
+                f"{kind}.{name} of {tuple(note['original_shape'])} leaves nothing of it to rank {rank} of a "
+                f"tensor-parallel group; nearest: a smaller {LAYERS}"
             )
 
 

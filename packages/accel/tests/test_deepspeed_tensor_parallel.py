@@ -1,4 +1,4 @@
-"""AutoTP through an Accelerator: ranks that share layers train as one process, and states are those of full layers."""
+"""AutoTP through an Accelerator: tensor-parallel ranks train as one process, and states are those of full layers."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -156,7 +156,7 @@ def whole(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 4], ids=["tp 2", "tp 2 x dp 2"])
-def test_ranks_that_share_layers_train_as_one_process(rank_pool: RankPool, ranks: int, stage: int) -> None:
+def test_tensor_parallel_ranks_train_as_one_process(rank_pool: RankPool, ranks: int, stage: int) -> None:
     """With biases, halves of one weight, a frozen layer, a tied weight, clipping, and other first weights on each."""
     found = rank_pool.run(train, Plan(stage, 2), ranks=ranks)[0]
     assert_close_state(found, rank_pool.run(train, Plan(), ranks=1)[0], rtol=0, atol=1e-5)
@@ -192,7 +192,7 @@ CHAINS = {
         pytest.param(CHAINS["z2 tp-z2 ddp tp-z3x2"], 2, id="from stage 2, open window", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_goes_on_with_whole_layers_and_back(
+def test_a_checkpoint_goes_on_with_full_layers_and_back(
     rank_pool: RankPool, tmp_path: Path, chain: list[tuple[Plan, int]], accumulate: int
 ) -> None:
     """Three micro-batches each; with windows of two, the first and the third checkpoint are taken within one."""
@@ -236,7 +236,7 @@ def test_parts_are_cut_from_modules_that_stage_3_has_partitioned(rank_pool: Rank
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_whole_weights_are_handed_out_and_taken(rank: int, tmp_path: Path, stage: int) -> None:
+def test_full_weights_are_handed_out_and_taken(rank: int, tmp_path: Path, stage: int) -> None:
     """By ``save_model``, within ``full_parameters``, and with a model that is only evaluated."""
     accelerator = opened(Plan(stage, 2))
     model, optimizer, _ = made(accelerator, Plan())
@@ -266,7 +266,7 @@ def test_whole_weights_are_handed_out_and_taken(rank: int, tmp_path: Path, stage
 
 
 @pytest.mark.ranks(2)
-def test_a_model_that_is_only_evaluated_shares_layers_at_stage_3(rank: int) -> None:
+def test_a_model_that_is_only_evaluated_is_tensor_parallel_at_stage_3(rank: int) -> None:
     accelerator = opened(Plan(3, 2))
     torch.manual_seed(0)
     reference, x = Net(), torch.ones(2, WIDTH)
@@ -426,7 +426,7 @@ def test_gradients_that_do_not_lie_in_order_are_summed_as_well(rank: int) -> Non
         (
             {"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}},
             None,
-            "neighbours share sequences or layers, not both",
+            "DeepSpeed has sequence or tensor parallelism, not both",
         ),
         ({"tensor_parallel": {"autotp_sizes": 2}}, None, "did you mean 'autotp_size'"),
         ({"tensor_parallel": {"autotp_size": 3}}, None, "needs 3 processes|do not divide into groups of 3"),
@@ -443,7 +443,7 @@ def test_contradictions_are_refused(
 @pytest.mark.ranks(4)
 def test_sequences_and_layers_are_not_shared_at_once(rank: int) -> None:
     plan = ParallelismConfig(sp_size=2, tp_size=2)
-    with pytest.raises(ConfigError, match="neighbours share sequences or layers, not both"):
+    with pytest.raises(ConfigError, match="DeepSpeed has sequence or tensor parallelism, not both"):
         Accelerator(cpu=True, deepspeed_plugin={}, parallelism_config=plan)
 
 
@@ -495,12 +495,12 @@ def test_a_model_that_was_cut_is_not_prepared_again(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_engines_of_one_process_share_layers_among_as_many_ranks(rank: int) -> None:
+def test_engines_of_one_process_have_tensor_parallel_groups_of_one_size(rank: int) -> None:
     """DeepSpeed's groups are those of the process; they go with the Accelerator that has them."""
     first = opened(Plan(1, 2))
     made(first, Plan())
     second = opened(Plan(1))
-    with pytest.raises(BackendError, match="engines of this process share layers among 2 ranks"):
+    with pytest.raises(BackendError, match="engines of this process have tensor-parallel groups of 2 ranks"):
         made(second, Plan())
     first.end_training()
     second.end_training()
