@@ -14,7 +14,6 @@ import torch
 from accel import Accelerator
 from accel_state.collectives import tensors as collectives
 
-@pytest.mark.sampled(1)
 @dataclass
 class Pair:
     first: torch.Tensor
@@ -52,12 +51,10 @@ DESCRIBED = {
     "objects": ("broadcast_object_list(2 objects, 0)", "broadcast_object_list(3 objects, 0)"),
     "operation": ("gather(float32[2])", "wait_for_everyone()"),
 }
-SAMPLE = ("dimensions", "keys", "objects")
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind in SAMPLE else pytest.param(kind, marks=pytest.mark.slow) for kind in DESCRIBED]
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", DESCRIBED)
 def test_the_ranks_and_both_descriptions_are_named(tmp_path: Path, kind: str) -> None:
     (tmp_path / "train.py").write_text(DIVERGENT)
     finished = run_script(tmp_path / "train.py", kind, ranks=2, cwd=tmp_path, timeout=60)
