@@ -2,10 +2,9 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any, final
 
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, did_you_mean
 
 CHECKPOINTING, OFFLOAD = "+ckpt", "+offload"
 
@@ -81,8 +80,7 @@ def named(candidates: Collection[Candidate], names: Collection[str]) -> list[Can
         mine = [c for c in candidates if c.name.lower() == text or c.name.lower().partition("+")[0] == text]
         if not mine:
             known = [candidate.name for candidate in candidates]
-            near = get_close_matches(text, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(text, known)
             raise ConfigError(f"no candidate {name!r}; there are {', '.join(known)}{hint}")
         chosen += [candidate for candidate in mine if candidate not in chosen]
     return chosen

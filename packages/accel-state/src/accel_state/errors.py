@@ -4,6 +4,7 @@ Each class also derives from the built-in exception for such a mistake (``ValueE
 ``RuntimeError`` for a call at the wrong time).
 """
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 UNSENDABLE = (
@@ -83,6 +84,14 @@ _LOST_PEER = (
     "failed to recv",
     "tcpstore",
 )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean 'name'?" for the nearest of the known names; empty if none resembles the word."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def relayed(error: E) -> E:

@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 from accel_precision.options import KwargsHandler
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, did_you_mean
 from accel_state.parallelism.config import MESH_AXES, ParallelismConfig
 
 if TYPE_CHECKING:
@@ -131,8 +130,7 @@ class BackendConfig(KwargsHandler):
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                near = get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(str(name), known)
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; fields: {', '.join(known) or 'none'}{hint}")
         return cls(**values)
 

@@ -12,7 +12,7 @@ from accel_backends.core.config import FullStateForm
 from accel_precision.errors import PrecisionError
 from accel_precision.policy import DTYPES, PrecisionPolicy
 from accel_state.enums import BaseEnum
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, did_you_mean
 
 MixedDtypes = Mapping[str, Any]
 E = TypeVar("E", bound=Enum)
@@ -76,8 +76,7 @@ def full_form(name: str, value: object) -> FullStateForm:
     if isinstance(value, Mapping):
         for entry in value:
             if entry not in known:
-                near = get_close_matches(str(entry), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(str(entry), known)
                 raise ConfigError(f"{name} has no {entry!r}; it has {', '.join(known)}{hint}")
         return FullStateForm(**{entry: as_flag(f"{name}: {entry}", flag) for entry, flag in value.items()})
     if not hasattr(value, "offload_to_cpu"):
@@ -219,8 +218,7 @@ def mixed_dtypes(value: object, *, buffers_wide: bool = False) -> MixedDtypes | 
         value = {name: entry for name, entry in found.items() if entry is not None}
     for name in value:
         if name not in _MIXED_FIELDS:
-            near = get_close_matches(str(name), _MIXED_FIELDS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(str(name), _MIXED_FIELDS)
             raise ConfigError(f"mixed_precision_policy has no {name!r}; it has {', '.join(_MIXED_FIELDS)}{hint}")
     return {name: _dtype(name, entry) if name in DTYPE_FIELDS else entry for name, entry in value.items()}
 
@@ -238,7 +236,6 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
         return value
     text = str(value).lower().removeprefix("torch.")
     if text not in DTYPES:
-        near = get_close_matches(text, DTYPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(text, DTYPES)
         raise ConfigError(f"{name}={value!r} is no dtype; known: {', '.join(DTYPES)}{hint}")
     return DTYPES[text]

@@ -1,12 +1,11 @@
 """Installed backends by name."""
 
-from difflib import get_close_matches
 from importlib import import_module
 from typing import cast
 
 from accel_backends.core.backend import Backend
 from accel_state.entry_points import find_entry_point
-from accel_state.errors import BackendError
+from accel_state.errors import BackendError, did_you_mean
 
 GROUP = "accel.backends"
 # Resolved without reading the metadata of all installed packages, which takes longer than importing the backend.
@@ -43,6 +42,5 @@ def load_backend(name: str) -> type[Backend]:
         except ImportError as error:
             raise BackendError(f"backend {name!r} ({point.value}) cannot be imported: {error}") from error
     known = installed_backends()
-    near = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, known)
     raise BackendError(f"no backend {name!r}; installed: {', '.join(known)}{hint}")

@@ -1,7 +1,6 @@
 """Communication hooks of DDP: reductions of gradient buckets other than an all-reduce in the bucket's dtype."""
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state.enums import DDPCommunicationHookType as DDPCommunicationHookType
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -30,8 +29,7 @@ def hook_name(value: object, what: str = "comm_hook") -> str:
     name = str(getattr(value, "value", value)).lower()
     known = DDPCommunicationHookType.list() if what == "comm_hook" else ["no", *HALVES]
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, known)
         raise ConfigError(f"{what} {value!r} is not one of {', '.join(known)}{hint}")
     return name
 
@@ -101,8 +99,7 @@ def _power_sgd(hook: str, options: Mapping[str, Any], group: Any) -> tuple[Any, 
     known = [name for name in inspect.signature(power.PowerSGDState).parameters if name != "process_group"]
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, known)
             raise ConfigError(f"comm_state_option {name!r} is not one of {', '.join(known)}{hint}")
     state = power.PowerSGDState(group, **options)
     if hook == "power_sgd":

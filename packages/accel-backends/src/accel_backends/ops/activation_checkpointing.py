@@ -7,7 +7,6 @@ that shard by module add their hooks outside of ``forward``, as for any block.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial, wraps
 from typing import Any, Literal, final
 
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from accel_backends.ops.blocks import blocks_by_class
 from accel_precision.autocast import subclass_with
 from accel_precision.options import KwargsHandler
-from accel_state.errors import BackendError, ConfigError, PrepareError
+from accel_state.errors import BackendError, ConfigError, PrepareError, did_you_mean
 
 Select = Callable[[str, nn.Module], bool]
 Policy = Callable[..., Any]
@@ -88,8 +87,7 @@ class ActivationCheckpointing(KwargsHandler):
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every is {self.every!r}; expected 1 (each block is recomputed) or a larger integer")
         if not callable(self.save) and self.save not in _SAVED:
-            near = get_close_matches(str(self.save), _SAVED, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(str(self.save), _SAVED)
             raise ConfigError(f"save is {self.save!r}; expected {', '.join(map(repr, _SAVED))}, or a policy{hint}")
 
     def find(self, model: nn.Module, default: Iterable[str]) -> list[str]:

@@ -1,11 +1,10 @@
 """Blocks of a model: the modules of which it consists, found by declaration, repetition or class."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from torch import nn
 
-from accel_state.errors import PrepareError
+from accel_state.errors import PrepareError, did_you_mean
 
 
 def declared_or_repeated_blocks(model: nn.Module) -> list[str]:
@@ -42,8 +41,7 @@ def blocks_by_class(model: nn.Module, names: Sequence[str], *, strict: bool = Tr
     known = list(dict.fromkeys(found.values()))
     missing = [name for name in names if name not in known]
     if missing and strict:
-        near = get_close_matches(missing[0], known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(missing[0], known)
         raise PrepareError(
             f"Could not find the transformer layer class {missing[0]} in the model. {type(model).__name__} consists of "
             f"{', '.join(known)}{hint}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, cast, final
 
@@ -12,7 +11,7 @@ from torch import nn
 from accel_backends.ops.blocks import repeated_blocks
 from accel_backends.ops.fqn import innermost, wrapped_name
 from accel_precision.options import KwargsHandler
-from accel_state.errors import BackendError, ConfigError
+from accel_state.errors import BackendError, ConfigError, did_you_mean
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -44,8 +43,7 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", str(getattr(self.backend, "value", self.backend)).lower())
         if self.mode is not None and self.mode not in MODES:
-            near = get_close_matches(self.mode, MODES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(self.mode, MODES)
             raise ConfigError(f"mode {self.mode!r} is not one of {', '.join(MODES)}{hint}")
         if self.mode is not None and self.options:
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from math import prod
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from accel_planner.profile.memory_tracker import StorageWatch
 from accel_planner.profile.profile import ParameterFact
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, did_you_mean
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -148,8 +147,7 @@ def _factory(kind: "str | Factory | Optimizer") -> tuple[str, Factory]:
         return text, partial(known[base.lower()], lr=0.1, **options)
     if text not in known:
         names = [*known, *_ALIASES]
-        near = get_close_matches(text, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(text, names)
         raise ConfigError(f"no optimizer {kind!r}; known: {', '.join(sorted(names))}, or module:Class{hint}")
     return text, partial(known[text], lr=0.1) if text == "sgd" else known[text]
 

@@ -1,12 +1,11 @@
 """Registry of cost models: the entry-point group ``accel.cost_models``, by name of the backend."""
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from accel_planner.cost.model import CostModel
 from accel_state.entry_points import find_entry_point
-from accel_state.errors import BackendError
+from accel_state.errors import BackendError, did_you_mean
 from accel_state.logging import get_logger
 
 _log = get_logger(__name__)
@@ -47,8 +46,7 @@ def load_cost_model(backend: str) -> CostModel:
     point = find_entry_point(GROUP, backend, BackendError)
     if point is None:
         known = [point.name for point in _points()]
-        near = get_close_matches(backend, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(backend, known)
         raise BackendError(f"no cost model for the backend {backend!r}; there are some for {', '.join(known)}{hint}")
     return _load(point)
 

@@ -13,7 +13,6 @@ process.
 """
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ from accel_state.collectives.padding import pad_across_processes as pad_across_p
 from accel_state.collectives.padding import pad_input_tensors as pad_input_tensors
 from accel_state.collectives.verify import is_verified, verify_collective
 from accel_state.device.device import is_full
-from accel_state.errors import CollectiveError
+from accel_state.errors import CollectiveError, did_you_mean
 from accel_state.pytree.bucket import (
     as_bytes,
     by_dtype,
@@ -190,8 +189,7 @@ def reduce(
         CollectiveMismatchError: structures, shapes or dtypes differ between ranks (detected only with ``verify``).
     """
     if reduction not in _REDUCTIONS:
-        near = get_close_matches(str(reduction), _REDUCTIONS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(str(reduction), _REDUCTIONS)
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}{hint}")
     group = resolve(group)
     if group is not None and is_verified(verify):

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, final
 
-from accel_state.errors import ConfigError, TopologyError
+from accel_state.errors import ConfigError, TopologyError, did_you_mean
 from accel_state.parallelism.axis_options import (
     PREFIX,
     DeepSpeedSequenceParallelConfig,
@@ -103,8 +103,7 @@ class ParallelismConfig:
     def size(self, axis: str) -> int:
         """Returns the degree of one of the axes of :data:`MESH_AXES`."""
         if axis not in MESH_AXES:
-            near = get_close_matches(axis, MESH_AXES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(axis, MESH_AXES)
             raise ConfigError(f"no mesh axis {axis!r}; known: {', '.join(MESH_AXES)}{hint}")
         size: int = getattr(self, f"{axis}_size")
         return size

@@ -4,10 +4,9 @@ import dataclasses
 from abc import ABC
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -187,8 +186,7 @@ class SettingViews(ABC):
         """
         known = self.deepspeed_plugins
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, known)
             raise ConfigError(f"no DeepSpeed plugin {name!r}; there are {', '.join(known) or 'none by name'}{hint}")
         from accel_deepspeed import DeepSpeedBackend
 
