@@ -5,7 +5,7 @@ rows. A state therefore fits any other stage, world size and backend, and no ran
 full tensor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -125,9 +125,32 @@ def model_state(engine: Any, parts: Partitions | None, layout: PartitionLayout) 
 
 
 def _entries(engine: Any) -> dict[str, Any]:
-    """Returns parameters, buffers and extra states by FQN, in the order of the model's own state dict."""
+    """Returns parameters, buffers and extra states by FQN, in the order of the model's own state dict.
+
+    A parameter has its FQN also if a ``state_dict`` hook renames or leaves out its entry: the hook's entry has the
+    compute dtype, and no elements at stage 3. Such parameters are last.
+    """
     parameters = named_parameters(engine)
-    return {name: parameters.get(name, value) for name, value in states.model_state(engine).items()}
+    own = set(first_names(innermost(engine)).values())
+    others = _not_of(parameters.values(), states.model_state(engine), known=own)
+    return {name: parameters.get(name, value) for name, value in others.items()} | parameters
+
+
+def _not_of(
+    parameters: Collection[nn.Parameter], state: Mapping[str, Any], *, known: Collection[str]
+) -> dict[str, Any]:
+    """Returns the entries of a state dict with ``known`` names, and others that are no memory of a parameter."""
+    added = {name: value for name, value in state.items() if name not in known and isinstance(value, torch.Tensor)}
+    if not added:
+        return dict(state)
+    storages = {one.untyped_storage().data_ptr() for one in parameters} - {0}
+    freed = [one for one in parameters if not one.numel()]  # at stage 3, each an empty tensor of its own
+    renamed = {
+        name
+        for name, value in added.items()
+        if value.untyped_storage().data_ptr() in storages or any(map(value.is_set_to, freed))
+    }
+    return {name: value for name, value in state.items() if name not in renamed}
 
 
 def full_weight(parts: Partitions | None, parameter: nn.Parameter) -> torch.Tensor:
