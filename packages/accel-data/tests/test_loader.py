@@ -533,15 +533,26 @@ def test_a_worker_that_dies_is_an_error_and_the_position_is_where_it_was():
     assert int(done.stdout.split("POSITION")[1]) in (0, 4, 8)
 
 
-def test_a_death_that_torch_alone_has_seen_is_an_error_of_the_data():
-    class Told(DataLoader):
-        def __iter__(self):
-            yield from (batch for _, batch in zip(range(2), super().__iter__(), strict=False))
-            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+@pytest.mark.parametrize(("pids", "expected"), [("7, {own}", DataError), ("7", RuntimeError)])
+def test_a_death_that_torch_alone_has_seen_is_an_error_of_the_loader_whose_worker_it_was(monkeypatch, pids, expected):
+    kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    read, calls = kind._next_data, []
 
-    loader = prepare_loader(Told(Squares(), batch_size=4), ALONE)
-    with pytest.raises(DataError, match=r"one of the DataLoader's workers died \(.*pid 7.*until then: 4 samples"):
+    def raising(self):
+        calls.append(self)
+        if len(calls) == 3:
+            named = pids.format(own=self._workers[0].pid)
+            raise RuntimeError(f"DataLoader worker (pid(s) {named}) exited unexpectedly")
+        return read(self)
+
+    monkeypatch.setattr(kind, "_next_data", raising)
+    loader = prepare_loader(DataLoader(Squares(), batch_size=4, num_workers=1), ALONE)
+    with pytest.raises(expected, match="exited unexpectedly") as caught:
         list(loader)
+    assert ("one of the DataLoader's workers died" in str(caught.value)) == (expected is DataError)
+    assert loader.position.samples == 8
+    assert calls[0]._workers[0].is_alive() == (expected is RuntimeError)
+    calls[0]._shutdown_workers()
 
 
 class Failing(Squares):

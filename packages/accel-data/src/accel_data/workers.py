@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ _PATIENCE_AFTER_LOSS = 10.0
 _ATTEMPTS = 3
 """Number of interruptions by torch's SIGCHLD handler that are tolerated per worker."""
 _KILLED = "-9 is often the kernel, out of memory"
-_NAMES_WORKER = re.compile(r"DataLoader worker \(pid")
-"""Beginning of torch's messages about a worker that has died."""
+_PIDS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
+"""Beginning of torch's messages about workers that have died, of any DataLoader of the process."""
 
 
 def delivering_in_order(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
@@ -89,7 +90,7 @@ def _death(batches: Any, position: Cursor, patience: float, error: BaseException
     if dead:
         codes = ", ".join(str(worker.exitcode) for worker in dead)
         who = f"{len(dead)} of the DataLoader's {len(workers)} workers died (exit code {codes}; {_KILLED})"
-    elif isinstance(error, RuntimeError) and _NAMES_WORKER.match(str(error)):
+    elif _names_one_of(workers, error):
         # Whoever else reads the exit status of a child leaves none for the worker's own process object.
         who = f"one of the DataLoader's workers died ({str(error).strip()})"
     else:
@@ -100,6 +101,12 @@ def _death(batches: Any, position: Cursor, patience: float, error: BaseException
         f"{who}. Delivered until then: {position.samples} samples of epoch {position.epoch}, which state_dict still "
         "says. num_workers=0 shows what a worker dies of"
     )
+
+
+def _names_one_of(workers: Iterable[Any], error: BaseException | None) -> bool:
+    """Whether torch's error is about the death of one of these workers; its handler raises for those of all loaders."""
+    found = _PIDS.match(str(error)) if isinstance(error, RuntimeError) else None
+    return found is not None and not {worker.pid for worker in workers}.isdisjoint(map(int, found[1].split(",")))
 
 
 def tell(run: Pass, watch: "Watch | None", error: BaseException) -> None:

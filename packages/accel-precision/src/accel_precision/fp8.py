@@ -1,11 +1,10 @@
 """Converters of modules, found by the entry-point group ``accel.fp8``."""
 
-from difflib import get_close_matches
 from typing import Protocol, cast, runtime_checkable
 
 from torch import nn
 
-from accel_precision.errors import PrecisionError
+from accel_precision.errors import PrecisionError, did_you_mean
 from accel_precision.facts import DeviceFacts
 from accel_precision.recipes import Fp8Recipe
 
@@ -71,8 +70,7 @@ def load_converter(recipe: Fp8Recipe, facts: DeviceFacts, *, sharded: bool = Fal
         raise PrecisionError(f"the fp8 converter {recipe.library!r} is claimed by {owners}; uninstall all but one")
     if not found:
         known = installed_converters()
-        near = get_close_matches(recipe.library, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(recipe.library, known)
         raise PrecisionError(f"no fp8 converter {recipe.library!r}; installed: {', '.join(known) or 'none'}{hint}")
     (point,) = found.values()
     return cast(ConverterFactory, point.load())(recipe, facts, sharded=sharded)

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, final
 
 import torch
 
-from accel_precision.errors import PrecisionError
+from accel_precision.errors import PrecisionError, did_you_mean
 from accel_precision.facts import HALVES, DeviceFacts
 from accel_precision.options import AutocastKwargs
 from accel_precision.recipes import AORecipeKwargs, Fp8Recipe, FP8RecipeKwargs, TERecipeKwargs
@@ -176,11 +175,6 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
-def _near(given: str, known: list[str]) -> str:
-    near = get_close_matches(given, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def _read(text: str) -> PrecisionPolicy:
     """Parses a text to a policy, whether or not any device supports it."""
     tokens = [token.strip().lower() for token in str(text).split(",") if token.strip()]
@@ -190,7 +184,7 @@ def _read(text: str) -> PrecisionPolicy:
         known = [*PrecisionPolicy.Named, *ALIASES]
         raise PrecisionError(
             f"unknown precision {name!r}; known: {', '.join(PrecisionPolicy.Named)}, or roles such as "
-            f"'params=fp32,compute=bf16,reduce=fp32,output=fp32'{_near(name, known)}"
+            f"'params=fp32,compute=bf16,reduce=fp32,output=fp32'{did_you_mean(name, known)}"
         )
     given: dict[str, Any] = {}
     for token in tokens[0 if "=" in tokens[0] else 1 :] if tokens else ():
@@ -199,12 +193,12 @@ def _read(text: str) -> PrecisionPolicy:
             problem = "a role given twice" if role in given else "not a role"
             raise PrecisionError(
                 f"{token!r} in precision {text!r}: {problem}; roles are {', '.join(ROLES)} and scaling"
-                f"{_near(role, [*ROLES, 'scaling'])}"
+                f"{did_you_mean(role, [*ROLES, 'scaling'])}"
             )
         known = list(SCALINGS) if role == "scaling" else list(DTYPES)
         if value not in known:
             raise PrecisionError(
-                f"{token!r} in precision {text!r}: expected one of {', '.join(known)}{_near(value, known)}"
+                f"{token!r} in precision {text!r}: expected one of {', '.join(known)}{did_you_mean(value, known)}"
             )
         given[role] = value if role == "scaling" else DTYPES[value]
     return _complete(base, given) if given else base

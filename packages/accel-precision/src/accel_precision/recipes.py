@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accel_precision.errors import PrecisionError
+from accel_precision.errors import PrecisionError, did_you_mean
 from accel_precision.options import KwargsHandler
 
 AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -177,9 +177,5 @@ def _number(name: str, text: str) -> int:
 
 def _choice(what: str, given: str, known: tuple[str, ...]) -> str:
     if given not in known:
-        from difflib import get_close_matches
-
-        near = get_close_matches(given, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PrecisionError(f"{what} {given!r} is not one of {', '.join(known)}{hint}")
+        raise PrecisionError(f"{what} {given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")
     return given

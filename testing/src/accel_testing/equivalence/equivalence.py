@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accel_launch.notebook.pickle_by_value import dumps, loads
+from accel_state.errors import did_you_mean
 from accel_testing.equivalence.divergence import Departure, compare_runs, distance_of
 from accel_testing.equivalence.layouts import Layout, expand
 from accel_testing.equivalence.program import Program
@@ -153,18 +154,13 @@ class ScriptProgram:
     function: str
 
     def __call__(self) -> Program:
-        from difflib import get_close_matches
-
         from accel_testing.ranks.rewriting import import_source
 
         sys.path.insert(0, str(Path(self.file).parent))
         module = import_source(ModuleSource(Path(self.file).stem, self.file))
         make = getattr(module, self.function, None)
         if not callable(make):
-            near = get_close_matches(
-                self.function, [name for name, value in vars(module).items() if callable(value)], 1
-            )
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(self.function, [name for name, value in vars(module).items() if callable(value)])
             raise ValueError(f"{self.file} has no function {self.function!r}{hint}")
         program: Program = make()
         return program

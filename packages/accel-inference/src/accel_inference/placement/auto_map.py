@@ -3,7 +3,6 @@
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from logging import getLogger
 from typing import final
 from warnings import warn
@@ -25,6 +24,7 @@ from accel_inference.placement.sizes import (
     unsplittable_classes,
 )
 from accel_state.enums import CustomDtype
+from accel_state.errors import did_you_mean
 from accel_state.sizes import readable_bytes
 
 _LOG = getLogger(__name__)
@@ -318,11 +318,8 @@ def _check_activations(model: nn.Module, activations: Mapping[str, int]) -> None
     names = {name for name, _ in model.named_modules()}
     for name, size in activations.items():
         if name not in names:
-            nearest = get_close_matches(name, names, 1)
-            raise ValueError(
-                f"activations names {name!r}, which {type(model).__name__} does not have"
-                + (f"; did you mean {nearest[0]!r}?" if nearest else "")
-            )
+            hint = did_you_mean(name, names)
+            raise ValueError(f"activations names {name!r}, which {type(model).__name__} does not have{hint}")
         if size < 0:
             raise ValueError(f"activations of {name!r} are {size} bytes; expected a number from 0")
 

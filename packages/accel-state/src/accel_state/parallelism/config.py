@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -233,8 +232,7 @@ class ParallelismConfig:
         known = [entry.name for entry in fields(cls) if entry.init]
         for name in document:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                raise ConfigError(f"unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+                raise ConfigError(f"unknown key {name!r}{did_you_mean(name, known)}")
         values = dict(document)
         for axis, kind in AXIS_OPTIONS.items():
             options = values.get(f"{axis}_handler")
