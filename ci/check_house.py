@@ -1,7 +1,7 @@
 """Fails when a source file outgrows the house rules or the public API changes without saying so.
 
-Private names of torch are used in one module of each package, ``private.py``, which says what happens without them. The
-name of a class is used once in all packages.
+Private names of torch and DeepSpeed are used in one module of each package, ``private.py``, which says what happens
+without them. The name of a class is used once in all packages.
 
 Sizes: a module has at most 450 lines, a function at most 90, 8 parameters at most are checked by ruff. The public
 names of every package are recorded in ``ci/api/<package>.txt``; ``--update`` rewrites the records.
@@ -74,7 +74,7 @@ def reached(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def private_complaints(modules: Mapping[Path, ast.AST]) -> Iterator[str]:
-    """Private names of torch outside ``private.py``.
+    """Private names of torch and DeepSpeed outside ``private.py``.
 
     Of objects, those are known that some package's ``private.py`` names.
     """
@@ -83,7 +83,8 @@ def private_complaints(modules: Mapping[Path, ast.AST]) -> Iterator[str]:
         if path.name != PRIVATE:
             found = {*torch_names(tree), *((line, name) for line, name in reached(tree) if name in known)}
             for line, name in sorted(found):
-                yield f"{path}:{line}: {name} is a private name of torch; use it in the package's {PRIVATE}"
+                owner = "torch or DeepSpeed"
+                yield f"{path}:{line}: {name} is a private name of {owner}; use it in the package's {PRIVATE}"
 
 
 def _lets_in_plain_values_only(call: ast.Call) -> bool:

@@ -20,11 +20,30 @@ def test_all_batch_normalisations_have_the_base():
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-def test_norms_are_the_same_one_by_one(order):
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_norms_are_the_same_one_by_one(monkeypatch, order, dtype):
     tensors = [torch.arange(6.0).view(2, 3) - 2, torch.tensor([-7.0])]
-    together = torch.stack(list(private.norms_of(tensors, order)))
-    one_by_one = torch.stack(list(private._norm_each(tensors, order)))
+    together = torch.stack(list(private.norms_of(tensors, order, dtype)))
+    monkeypatch.delattr(torch, "_foreach_norm")
+    one_by_one = torch.stack(list(private.norms_of(tensors, order, dtype)))
     torch.testing.assert_close(together, one_by_one, rtol=1e-6, atol=0)
+    assert together.dtype == (dtype or torch.float32)
+
+
+def test_hooks_after_accumulation_move_with_their_handles():
+    parameter, successor = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    private.move_accumulation_hooks(parameter, successor)
+    assert private.accumulation_hooks(successor) == {}
+
+    def triple(one):
+        one.grad.mul_(3)
+
+    handle = parameter.register_post_accumulate_grad_hook(triple)
+    private.move_accumulation_hooks(parameter, successor)
+    successor.sum().backward()
+    assert successor.grad.item() == 3.0
+    handle.remove()
+    assert private.accumulation_hooks(successor) == {}
 
 
 @pytest.mark.parametrize("multiply", [private.multiply, private._multiply_each])

@@ -4,7 +4,7 @@ No other module of the package uses them; CI checks that. Attributes of the obje
 those backends compute with them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -22,12 +22,9 @@ else:
     BatchNorm = getattr(nn.modules.batchnorm, "_BatchNorm", None) or nn.BatchNorm1d.__base__
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_ACCUMULATED = "_post_accumulate_grad_hooks"
 #: Called in place of a unit's collective, with torch's method and that method's arguments.
 Around = Callable[..., Any]
-
-
-def _norm_each(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
-    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
 
 
 def _multiply_each(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -45,10 +42,6 @@ def _clamp_together(tensors: Sequence[torch.Tensor], least: float, most: float) 
     torch._foreach_clamp_max_(list(tensors), most)
 
 
-norms_of: Callable[[Sequence[torch.Tensor], float], Sequence[torch.Tensor]]
-norms_of = getattr(torch, "_foreach_norm", _norm_each)
-"""Norms of tensors of one device and dtype, in one launch; one by one in a torch without it."""
-
 multiply: Callable[[Sequence[torch.Tensor], float | torch.Tensor], None]
 multiply = getattr(torch, "_foreach_mul_", _multiply_each)
 """Multiplication of such tensors in place."""
@@ -58,6 +51,34 @@ clamp = (
     _clamp_together if hasattr(torch, "_foreach_clamp_min_") and hasattr(torch, "_foreach_clamp_max_") else _clamp_each
 )
 """Clamping of such tensors to a range, in place."""
+
+
+def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[torch.Tensor]:
+    """Returns the norm of each tensor, computed in ``dtype`` (None: its own) without copies in it.
+
+    In one launch for tensors of one device and dtype, by ``_foreach_norm``; one by one in a torch without it.
+    """
+    together = getattr(torch, "_foreach_norm", None)
+    if together is None or not tensors:
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    found: Sequence[torch.Tensor] = together(tensors, order, dtype=dtype)
+    return found
+
+
+def accumulation_hooks(parameter: torch.Tensor) -> MutableMapping[int, Callable[..., Any]]:
+    """Returns the hooks of ``register_post_accumulate_grad_hook`` by id, ``_post_accumulate_grad_hooks``.
+
+    Empty without hooks, and in a torch that keeps them elsewhere.
+    """
+    hooks: MutableMapping[int, Callable[..., Any]] | None = getattr(parameter, _ACCUMULATED, None)
+    return {} if hooks is None else hooks
+
+
+def move_accumulation_hooks(parameter: torch.Tensor, successor: torch.Tensor) -> None:
+    """Gives a successor the ``accumulation_hooks`` of a parameter, in the same mapping: handles still remove them."""
+    hooks = accumulation_hooks(parameter)
+    if hooks:
+        setattr(successor, _ACCUMULATED, hooks)
 
 
 def shard_of(dtensor: Any) -> Any:

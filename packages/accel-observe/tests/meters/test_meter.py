@@ -380,7 +380,7 @@ def test_the_peak_of_any_type_is_that_of_its_product(
 def test_norms_of_halves_are_sums_in_fp32_without_copies() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from accel_observe.private import norms
+    from accel_observe.meters.gradients import norms_in_fp32
 
     copies: list[str] = []
 
@@ -391,11 +391,11 @@ def test_norms_of_halves_are_sums_in_fp32_without_copies() -> None:
 
     tensors = [torch.full((1 << 12,), 0.3, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     with Copies():
-        found = norms(tensors)
+        found = norms_in_fp32(tensors)
     assert copies == []
     assert {one.dtype for one in found} == {torch.float32}
     torch.testing.assert_close(torch.stack(list(found)), torch.stack([one.float().norm() for one in tensors]))
-    (double,) = norms([torch.full((4,), 1e30, dtype=torch.float64)])
+    (double,) = norms_in_fp32([torch.full((4,), 1e30, dtype=torch.float64)])
     assert double.item() == pytest.approx(2e30)
 
 

@@ -1,13 +1,12 @@
 """Parameters that ``prepare`` has replaced: their hooks move to the successors, and optimizers that hold them fail."""
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 from torch import nn
 
+from accel_backends.private import move_accumulation_hooks
 from accel_state.errors import BackendError
-
-_ACCUMULATED = "_post_accumulate_grad_hooks"
 
 
 @final
@@ -35,9 +34,8 @@ def replace_parameters(before: Mapping[str, nn.Parameter], after: Mapping[str, n
         successor = after.get(name)
         if successor is parameter:
             continue
-        hooks: Any = getattr(parameter, _ACCUMULATED, None)
-        if hooks and successor is not None:
-            setattr(successor, _ACCUMULATED, hooks)  # the same mapping, so that existing handles still remove the hooks
+        if successor is not None:
+            move_accumulation_hooks(parameter, successor)
         if type(parameter) is nn.Parameter:
             parameter.grad = None
             parameter.__class__ = Replaced

@@ -14,6 +14,7 @@ from accel_backends.fsdp.wrap_units import Units, parameters_of_units
 from accel_backends.ops.fqn import innermost, named_parameters, sparse_embeddings, wrapped_name
 from accel_backends.ops.meta_init import is_meta
 from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS, FUSED_ON_FULL, beyond_elements, check_state
+from accel_backends.private import accumulation_hooks
 from accel_precision.policy import dtype_name
 from accel_state.errors import PrepareError
 
@@ -149,7 +150,7 @@ def check_hooks(model: nn.Module, units: Units, *, version: int) -> None:
     for name, parameter in _sharded_parameters(model, units):
         if version == 2 and parameter.dim() == 0:
             continue
-        if parameter._backward_hooks or (version == 1 and parameter._post_accumulate_grad_hooks):
+        if parameter._backward_hooks or (version == 1 and accumulation_hooks(parameter)):
             kept = "register_post_accumulate_grad_hook"
             nearest = kept if version == 2 else f"fsdp_version=2 with {kept}"
             raise PrepareError(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from accel_backends.ops.clip import norm_over
-from accel_deepspeed.private import norms_of
+from accel_backends.private import norms_of
 from accel_state.errors import BackendError
 
 if TYPE_CHECKING:

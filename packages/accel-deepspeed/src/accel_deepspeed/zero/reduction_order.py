@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from accel_backends.private import accumulation_hooks
 from accel_deepspeed.zero.missing_gradients import Presence
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
@@ -67,7 +68,7 @@ class ReductionOrder:
                     "gradients over ranks by then, and step with those; scale the loss instead, or use zero_stage=1"
                 )
             known = self._hooks[id(parameter)]
-            if len(parameter._post_accumulate_grad_hooks or ()) > known and _hooks_of(parameter) > known:
+            if len(accumulation_hooks(parameter)) > known and _hooks_of(parameter) > known:
                 raise BackendError(
                     f"{self._names[id(parameter)]} got a hook by register_post_accumulate_grad_hook after prepare; "
                     "ZeRO stages 2 and 3 take its gradient before that runs; register it before prepare, or use "
@@ -133,8 +134,8 @@ class ReductionOrder:
 
 def _hooks_of(parameter: nn.Parameter) -> int:
     """Returns the number of post-accumulate-grad hooks that may change the gradient; observers mark themselves."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return sum(not getattr(getattr(hook, "__self__", None), "observes_gradients", False) for hook in hooks.values())
+    hooks = accumulation_hooks(parameter).values()
+    return sum(not getattr(getattr(hook, "__self__", None), "observes_gradients", False) for hook in hooks)
 
 
 def fill(parameter: nn.Parameter) -> None:

@@ -1,12 +1,12 @@
 """Gradients of the most recent step, examined only after an anomaly of the loss."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch.optim import Optimizer
 
-from accel_observe.private import norms as norms_of
+from accel_backends.private import norms_of
 
 if TYPE_CHECKING:
     from accel_backends import Backend
@@ -110,7 +110,7 @@ class StepGradients:
         found = self._found()
         if not found:
             return None
-        norms = dict(zip(found, norms_of(list(found.values())), strict=True))
+        norms = dict(zip(found, norms_in_fp32(list(found.values())), strict=True))
         device = next(iter(norms.values())).device
         nothing = torch.zeros((), device=device)
         return torch.stack([norms[n].to(device) if n in norms else nothing for n in self._parameters]).square()
@@ -123,6 +123,17 @@ class StepGradients:
         for handle in self._handles:
             handle.remove()
         self.forget()
+
+
+def norms_in_fp32(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns the 2-norm of each tensor in fp32; sums of halves are in fp32 too, without fp32 copies of the tensors.
+
+    Sums of float64 are in float64.
+    """
+    if all(tensor.dtype.itemsize <= 4 for tensor in tensors):
+        return norms_of(tensors, 2, torch.float32)
+    wide = [torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype for tensor in tensors]
+    return [norms_of([one], 2, dtype)[0].float() for one, dtype in zip(tensors, wide, strict=True)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
