@@ -167,6 +167,8 @@ def test_discarded_gradients_are_gone(rank: int, world_size: int, stage: int) ->
         for step in range(3):
             pair.backend.backward(loss_of(pair.engine, rank, 7 + step), scale=100.0)
             pair.backend.zero_grad(pair.optimizer)
+            buckets = pair.engine.optimizer.ipg_buckets.values() if stage in (1, 2) else ()
+            assert not any(bucket.buffer for bucket in buckets)  # their memory is free until the next backward
             pair.backend.backward(loss_of(pair.engine, rank, step))
             pair.mean((1, step)).backward()
             pair.step()
@@ -433,3 +435,12 @@ def test_calls_that_cannot_work_are_refused(rank: int, world_size: int) -> None:
             backend.backward(loss_of(engine, rank, 0), create_graph=True)
         with pytest.raises(BackendError, match="expected one number"):
             backend.backward(engine(torch.ones(2, 5)))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_only_stage_1_in_bf16_has_is_refused_with_what_selects_it(rank: int, world_size: int) -> None:
+    config = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}}
+    model = make_net()
+    message = r"BF16_Optimizer is not supported; .*data_types.grad_accum_dtype fp32: leave that out, or use stage 2"
+    with opened("bf16", hf_ds_config=config) as backend, pytest.raises(BackendError, match=message):
+        prepared(backend, model, momentum(model))

@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_deepspeed import private
 from accel_deepspeed.library import library
+from accel_deepspeed.tensor_parallel.autotp import Layers
 from accel_state.errors import BackendError
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -30,12 +31,13 @@ def test_this_deepspeed_has_every_name(deepspeed):
     wanted = [
         (deepspeed.DeepSpeedEngine, ["_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"]),
         (partition_parameters.InsertPostInitMethodToModuleSubClasses, ["_set_dtype"]),
-        (groups, ["_init_tp_mesh_device", "_release_process_group_references"]),
+        (groups, ["_init_tp_mesh_device", "_release_process_group_references", "_TENSOR_MODEL_PARALLEL_GROUP"]),
         (PartitionedParameterCoordinator, [private._GATHER, private._RELEASED]),
         (Stage3, ["_get_norm_groups"]),
         (Stage12, ["_link_all_hp_params", "_get_compact_grad_partition_slice"]),
     ]
     assert [name for owner, names in wanted for name in names if not hasattr(owner, name)] == []
+    assert private._RUNNING in deepspeed.DeepSpeedEngine.__init__.__code__.co_names  # an attribute of instances
 
 
 @pytest.mark.parametrize("name", ["_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"])
@@ -43,6 +45,28 @@ def test_a_deepspeed_without_a_needed_name_is_refused_by_name(deepspeed, monkeyp
     monkeypatch.delattr(deepspeed.DeepSpeedEngine, name)
     with pytest.raises(BackendError, match=rf"has no DeepSpeedEngine.{name}, .* install deepspeed 0\.19\.8"):
         library("cpu")
+
+
+def test_engines_that_do_not_say_whether_a_backward_runs_are_refused():
+    engine = SimpleNamespace(_backward_prologue=None)
+    with pytest.raises(BackendError, match=r"has no DeepSpeedEngine._running_engine_backward, .* 0\.19\.8"):
+        private.replace_prologues(engine, lambda: None, lambda gradient: gradient)
+    assert vars(engine) == {"_backward_prologue": None}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_groups_of_another_size_are_refused_only_if_there_are_groups(deepspeed, monkeypatch, there):
+    """Without groups and without assertions (``python -O``), DeepSpeed returns the size of the world."""
+    from deepspeed.utils import groups
+
+    monkeypatch.setattr(groups, "_TENSOR_MODEL_PARALLEL_GROUP", object() if there else None)
+    monkeypatch.setattr(groups, "get_tensor_model_parallel_world_size", lambda: 2)
+    layers = Layers(SimpleNamespace(world_size=2), 1)
+    if there:
+        with pytest.raises(BackendError, match="have tensor-parallel groups of 2 ranks"):
+            layers.open()
+    else:
+        layers.open()
 
 
 def test_tensor_parallel_groups_need_the_name(deepspeed, monkeypatch):
@@ -64,21 +88,42 @@ def test_references_may_stay(deepspeed, monkeypatch):
     assert not hasattr(groups, "_release_process_group_references")
 
 
-def test_the_cache_of_released_parameters_is_cleared(deepspeed):
+def test_the_cache_of_released_parameters_is_cleared(deepspeed, monkeypatch):
+    from functools import lru_cache
+
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    @lru_cache
+    def func(module: object) -> object:
+        return module
+
+    def releasing(self: object, module: object) -> object:
+        return func(module)
+
+    func("a layer")
+    monkeypatch.setattr(PartitionedParameterCoordinator, private._RELEASED, releasing)
+    private.forget_released()
+    assert func.cache_info().currsize == 0
+
+
+def test_this_deepspeed_caches_what_it_releases_in_the_same_way(deepspeed):
     from inspect import getclosurevars
 
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    cached = getclosurevars(getattr(PartitionedParameterCoordinator, private._RELEASED)).nonlocals["func"]
-    private.forget_released()
-    assert cached.cache_info().currsize == 0
+    releasing = getattr(PartitionedParameterCoordinator, private._RELEASED)
+    assert hasattr(getclosurevars(releasing).nonlocals["func"], "cache_clear")
 
 
 def test_partitions_keep_the_dtype_that_was_given(deepspeed, monkeypatch):
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Owner
 
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    assert Owner(dtype=torch.float32).dtype is torch.bfloat16
     with private.partitioned_as_given():
         assert Owner(dtype=torch.float32).dtype is torch.float32
+    assert Owner(dtype=torch.float32).dtype is torch.bfloat16
     monkeypatch.delattr(Owner, "_set_dtype")
     with private.partitioned_as_given():
         assert not hasattr(Owner, "_set_dtype")
@@ -122,13 +167,6 @@ def test_norms_of_another_deepspeed_are_measured_group_by_group(offload):
 def test_a_window_is_not_resumed_by_another_deepspeed():
     with pytest.raises(BackendError, match=r"window can be resumed; install deepspeed 0\.19\.8"):
         private.partition_slice(SimpleNamespace(), 0, 0, 0, 1)
-
-
-def test_norms_are_the_same_one_by_one(monkeypatch):
-    tensors = [torch.arange(6.0).view(2, 3) - 2, torch.tensor([-7.0])]
-    together = private.norms_of(tensors, 3.0, torch.float32)
-    monkeypatch.delattr(torch, "_foreach_norm")
-    torch.testing.assert_close(private.norms_of(tensors, 3.0, torch.float32), together, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -1,7 +1,9 @@
 """Private names of DeepSpeed and torch that this package uses, each with what happens without it.
 
 Those of DeepSpeed were read in 0.19.8, those of torch in 2.9 and 2.13. No other module of the package uses them; CI
-checks that. Names without a substitute are checked as soon as DeepSpeed has been imported.
+checks that. Names without a substitute are checked as soon as DeepSpeed has been imported, or an engine exists.
+Version counters of tensors (``_version``) and the dictionaries of modules (``_parameters``) are read where parameters
+are compared or listed: torch has no public name by which either costs as little.
 """
 
 import sys
@@ -33,13 +35,18 @@ def check_names(deepspeed: Any) -> None:
     Raises:
         BackendError: with the first one, and the version that has it.
     """
-    engine = deepspeed.DeepSpeedEngine
     for name in (_ONCE, _EACH, _END):
-        if not hasattr(engine, name):
-            raise BackendError(
-                f"deepspeed {getattr(deepspeed, '__version__', '')} has no DeepSpeedEngine.{name}, by which backwards "
-                f"are told apart; install deepspeed {VERSION}; nearest without it: strategy='fsdp'"
-            )
+        _check_name(deepspeed.DeepSpeedEngine, name)
+
+
+def _check_name(engine: Any, name: str) -> None:
+    """Raises BackendError for an engine, or a class of engines, without the attribute."""
+    if not hasattr(engine, name):
+        version = getattr(sys.modules.get("deepspeed"), "__version__", "")
+        raise BackendError(
+            f"deepspeed {version} has no DeepSpeedEngine.{name}, by which backwards are told apart; install deepspeed "
+            f"{VERSION}; nearest without it: strategy='fsdp'"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------- the engine
@@ -51,7 +58,11 @@ def replace_prologues(
     """Replaces the methods that a backward calls when it reaches the outputs of a forward; returns the first one.
 
     ``once`` is called in the first backward through each forward, ``each`` with the gradient of each output.
+
+    Raises:
+        BackendError: engines of this DeepSpeed do not say whether one of their backwards runs.
     """
+    _check_name(engine, _RUNNING)
     begin: Callable[[], None] = getattr(engine, _ONCE)
     engine.__dict__[_ONCE], engine.__dict__[_EACH] = once, each
     return begin
@@ -123,6 +134,17 @@ def open_tensor_parallel_groups(size: int) -> None:
     if create is None:
         raise BackendError(f"this DeepSpeed creates tensor-parallel groups in another way; install deepspeed {VERSION}")
     create(tensor_model_parallel_size=size)
+
+
+def has_tensor_parallel_groups() -> bool:
+    """Whether DeepSpeed has tensor-parallel groups already, in ``_TENSOR_MODEL_PARALLEL_GROUP``.
+
+    Without groups DeepSpeed's public functions fail an assertion, or under ``python -O`` return those of all ranks. A
+    DeepSpeed without the name counts as one without groups: engines of another size are then not refused.
+    """
+    from deepspeed.utils import groups
+
+    return getattr(groups, "_TENSOR_MODEL_PARALLEL_GROUP", None) is not None
 
 
 def forget_groups() -> None:
@@ -210,14 +232,6 @@ def partition_slice(optimizer: Any, index: int, key: int, rank: int, size: int) 
 
 
 # -------------------------------------------------------------------------------------------------------- torch
-
-
-def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Returns the norm of each tensor, computed in ``dtype``; one by one in a torch without ``_foreach_norm``."""
-    together = getattr(torch, "_foreach_norm", None)
-    if together is None or not tensors:
-        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    return list(together(tensors, order, dtype=dtype))
 
 
 def is_accumulating(parameters: Iterable[nn.Parameter]) -> bool:

@@ -132,8 +132,7 @@ def _entries(engine: Any) -> dict[str, Any]:
     """
     parameters = named_parameters(engine)
     own = set(first_names(innermost(engine)).values())
-    others = _not_of(parameters.values(), states.model_state(engine), known=own)
-    return {name: parameters.get(name, value) for name, value in others.items()} | parameters
+    return _not_of(parameters.values(), states.model_state(engine), known=own) | parameters
 
 
 def _not_of(

@@ -137,17 +137,17 @@ def largest_divisor(total: int, most: int) -> int:
     return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
 
 
-def share(options: Options, *, sequences: int, layers: int) -> None:
+def set_axis_sizes(options: Options, *, sequences: int, layers: int) -> None:
     """Sets the sequence-parallel and the tensor-parallel size.
 
     Raises:
         ConfigError: the options have other values, or leave the stage to the planner.
     """
-    _share(options, sequences, options.sequence_parallel_size, axis="sp", key=SEQUENCES)
-    _share(options, layers, options.tensor_parallel_size, axis="tp", key=LAYERS)
+    _set_axis_size(options, sequences, options.sequence_parallel_size, axis="sp", key=SEQUENCES)
+    _set_axis_size(options, layers, options.tensor_parallel_size, axis="tp", key=LAYERS)
 
 
-def _share(options: Options, size: int, own: int, *, axis: str, key: str) -> None:
+def _set_axis_size(options: Options, size: int, own: int, *, axis: str, key: str) -> None:
     document = options.deepspeed_config
     if find(document, key, AUTO) != AUTO and own != size:
         raise ConfigError(

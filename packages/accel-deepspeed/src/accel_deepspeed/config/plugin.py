@@ -14,7 +14,7 @@ from accel_deepspeed.config.consistency import (
     SEQUENCES,
     implied_by,
     layout,
-    share,
+    set_axis_sizes,
     with_own_degrees,
 )
 from accel_deepspeed.config.ds_json import (
@@ -254,7 +254,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         attention = None if degrees.sp_handler is None else degrees.sp_handler.sp_attn_implementation
         if degrees.non_data_parallel_size > 1 or attention is not None:
             config = self._copied()  # the user's own options stay as they are
-        config.share(sequences=degrees.size("sp"), layers=degrees.size("tp"), attention=attention)
+        config.set_axis_sizes(sequences=degrees.size("sp"), layers=degrees.size("tp"), attention=attention)
         return Resolution(config, layout(config, degrees, facts.topology.world_size), implied)
 
     def _with_plan(self, options: Mapping[str, Any]) -> Self:
@@ -267,7 +267,9 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
                 )
         known = {name: self.origins[option.key] for name, option in FIELDS.items()}
         sources = {**known, **dict.fromkeys(options, "the planner")}
-        return replace(self, hf_ds_config=HfDeepSpeedConfig(self.deepspeed_config), sources=sources, **options)
+        document = HfDeepSpeedConfig(self.deepspeed_config)
+        # The environment has completed these options already, possibly another one than the process has.
+        return replace(self, hf_ds_config=document, sources=sources, environment={}, **options)
 
     def _copied(self) -> Self:
         plugins = {name: copy.copy(one) for name, one in (self.plugins or {"": self}).items()}
@@ -288,7 +290,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         found = find(self.deepspeed_config, LAYERS)
         return 1 if _unset(found) else max(1, as_number(LAYERS, found))
 
-    def share(self, *, sequences: int, layers: int, attention: str | None = None) -> None:
+    def set_axis_sizes(self, *, sequences: int, layers: int, attention: str | None = None) -> None:
         """Sets the sizes of sequence-parallel and tensor-parallel groups from ``parallelism_config``.
 
         ``attention``: attention function of Transformers to use with sequence parallelism.
@@ -297,7 +299,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
             ConfigError: these options, or another plugin's, have other values; or the planner chooses the stage.
         """
         for plugin in self.plugins.values() or (self,):
-            share(plugin, sequences=sequences, layers=layers)
+            set_axis_sizes(plugin, sequences=sequences, layers=layers)
             plugin.sequence_attention = attention
 
     @property

@@ -163,20 +163,11 @@ def take_engine(
 
 
 def gradients_of(engine: Any, partitions: Partitions | None) -> Gradients:
-    """Returns the accumulated gradients of an engine, by the kind of its optimizer.
-
-    Raises:
-        BackendError: an unsupported optimizer of DeepSpeed.
-    """
+    """Returns the accumulated gradients of an engine whose optimizer ``parts_of`` accepts, by the optimizer's kind."""
     if hasattr(engine.optimizer, "grad_partitions_flat_buffer"):
         return ShardedGradients(engine, partitions)
     if hasattr(engine.optimizer, "averaged_gradients"):
         return PartitionedGradients(engine, partitions)
-    if engine.zero_optimization():
-        raise BackendError(
-            f"DeepSpeed's {type(engine.optimizer).__name__} is not supported; it is used at stage 1 in bf16 with "
-            "data_types.grad_accum_dtype fp32: leave that out, or use stage 2"
-        )
     return WholeGradients(engine, partitions)
 
 

@@ -8,6 +8,9 @@ from torch.optim import Optimizer
 from accel_deepspeed.config.ds_json import near
 from accel_state.errors import BackendError, PrepareError
 
+# Attributes of the modules of ``deepspeed.moe``, which a user's own module with an ``ep_size`` does not have.
+_OF_EXPERTS = ("num_local_experts", "expert_group_name")
+
 
 def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     """Splits param groups that mix experts and other parameters, whose gradients are averaged over different ranks."""
@@ -51,7 +54,8 @@ def check_experts_are_alike(model: nn.Module) -> None:
     """
     if not _has_experts(model):
         return
-    size = max(int(getattr(module, "ep_size", 1)) for module in model.modules())
+    layers = [module for module in model.modules() if any(hasattr(module, name) for name in _OF_EXPERTS)]
+    size = max((int(getattr(module, "ep_size", None) or 1) for module in layers), default=1)
     if size > 1:
         raise BackendError(
             f"{type(model).__name__}: each rank has experts of its own under the same names (expert parallelism, "

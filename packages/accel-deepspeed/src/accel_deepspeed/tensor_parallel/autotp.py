@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_deepspeed.config.consistency import LAYERS, check_groups, largest_divisor
-from accel_deepspeed.private import open_tensor_parallel_groups
+from accel_deepspeed.private import has_tensor_parallel_groups, open_tensor_parallel_groups
 from accel_deepspeed.tensor_parallel.shards import NOTE, is_cut
 from accel_state.errors import BackendError, PrepareError
 
@@ -67,10 +67,7 @@ class Layers:
         """
         from deepspeed.utils import groups
 
-        try:
-            found = int(groups.get_tensor_model_parallel_world_size())
-        except AssertionError:  # there are none yet
-            found = self.size
+        found = int(groups.get_tensor_model_parallel_world_size()) if has_tensor_parallel_groups() else self.size
         if found != self.size:
             raise BackendError(
                 f"{LAYERS}={self.size}, and engines of this process have tensor-parallel groups of {found} ranks, "
@@ -166,7 +163,7 @@ def settle_cuts(engine: Any, before: Mapping[str, type[nn.Module]]) -> list[Remo
     for name, parameter in parameters.items():
         _check_note(type(model).__name__, name, parameter)
     if not any(map(is_cut, parameters.values())):
-        raise PrepareError(f"{LAYERS}: AutoTP found no layer of this {type(model).__name__} to share; {_INSTEAD}")
+        raise PrepareError(f"{LAYERS}: AutoTP found no layer of this {type(model).__name__} to shard; {_INSTEAD}")
     # Ranks of a tensor-parallel group have the same samples.
     engine.set_train_batch_size(engine.train_batch_size() // engine.mp_world_size)
     handles: list[RemovableHandle] = []

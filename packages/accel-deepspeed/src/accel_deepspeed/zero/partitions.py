@@ -326,4 +326,7 @@ def parts_of(engine: Any) -> Partitions | None:
         return PartitionedParts(engine)
     if hasattr(optimizer, "fp16_groups"):
         return CopiedParts(engine)
-    raise BackendError(f"states of DeepSpeed's {type(optimizer).__name__} are not known here")
+    raise BackendError(
+        f"DeepSpeed's {type(optimizer).__name__} is not supported; it is used at stage 1 in bf16 with "
+        "data_types.grad_accum_dtype fp32: leave that out, or use stage 2"
+    )

@@ -6,7 +6,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from accel_deepspeed.private import norms_of, partition_slice
+from accel_backends.private import norms_of
+from accel_deepspeed.private import partition_slice
 from accel_deepspeed.zero.gradients import Gradients
 from accel_deepspeed.zero.partitions import PartitionedParts, Partitions
 from accel_deepspeed.zero.reduction_order import ReductionOrder
@@ -128,6 +129,8 @@ class PartitionedGradients(Gradients):
         elif not self.offload:
             self._begun.setdefault(index, {})[key] = gradient.to(optimizer.gradient_accumulation_dtype)
         if self.offload:
+            # DeepSpeed records in either case that the parameter has a gradient, which a step without this record
+            # would leave out; it reads the full gradient only if the group has no buffer.
             self.at_boundary(False)
             self._set(parameter, gradient)
             optimizer.copy_grads_in_partition(parameter, index)
@@ -198,6 +201,9 @@ class PartitionedGradients(Gradients):
         optimizer.zero_grad(set_to_none=True)
         optimizer.clear_backward_seen_flag()
         optimizer.ready_for_gradients = False  # the next backward makes its buckets anew
+        if optimizer.contiguous_gradients:
+            for bucket in optimizer.ipg_buckets.values():
+                bucket.buffer.clear()
         optimizer.grads_in_partition, optimizer.grads_in_partition_offset = None, 0
         optimizer.micro_step_id = -1
         for index in list(optimizer.averaged_gradients):
