@@ -66,6 +66,19 @@ def test_a_field_wins_over_its_variable_and_the_variable_over_the_default() -> N
     assert origins["gradient_clipping"] == "environment ACCELERATE_GRADIENT_CLIPPING"
 
 
+def test_a_given_environment_replaces_that_of_the_process_also_after_a_plan() -> None:
+    given = {"ACCELERATE_GRADIENT_CLIPPING": "0.5", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
+    with patch_environment(ACCELERATE_DEEPSPEED_ZERO_STAGE="3", ACCELERATE_GRADIENT_CLIPPING="2.0"):
+        plugin = DeepSpeedPlugin(environment=given)
+        assert (plugin.zero_stage, plugin.gradient_clipping) == (2, 0.5)
+        empty = DeepSpeedPlugin(environment={})
+        assert (empty.zero_stage, empty.gradient_clipping) == (2, None)
+        planned = DeepSpeedPlugin(zero_stage="auto", environment={})
+        found = planned.resolve(replace(facts(2), plan={"zero_stage": 1})).config
+    assert (found.zero_stage, found.gradient_clipping) == (1, None)
+    assert dict((key, origin) for key, _, origin in found.explain())["zero_optimization.stage"] == "the planner"
+
+
 def test_auto_counts_as_not_given() -> None:
     plugin = DeepSpeedPlugin(zero_stage=3, hf_ds_config={"zero_optimization": {"stage": "auto"}})
     assert find(plugin.deepspeed_config, "zero_optimization.stage") == 3
@@ -265,13 +278,13 @@ def test_the_planners_choice_completes_what_is_open() -> None:
 
 
 def test_what_is_told_of_shared_layers_goes_to_the_engine() -> None:
-    """DeepSpeed itself works out a batch, of which it has two ideas; logits stay whole unless that is asked for."""
+    """DeepSpeed itself works out a batch, of which it has two ideas; logits stay full unless the option is given."""
     run = RunFacts(PrecisionPolicy.parse("no", device_type="cpu"), 2, tensor_parallel_size=2, batch_sizes=(3,))
     config, origins = settle({"tensor_parallel": {"autotp_size": 2}}, run)
     assert "train_batch_size" not in config
     assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
-    assert origins["tensor_parallel.vocab_parallel_lm_head"] == "logits stay whole"
+    assert origins["tensor_parallel.vocab_parallel_lm_head"] == "logits stay full"
     asked = {"autotp_size": 2, "vocab_parallel_lm_head": True}
     assert settle({"tensor_parallel": asked}, run)[0]["tensor_parallel"] == asked
-    with pytest.raises(ConfigError, match="spread parameters over groups that know nothing of each other"):
+    with pytest.raises(ConfigError, match="shard parameters over groups that know nothing of each other"):
         settle({"tensor_parallel": asked, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, run)

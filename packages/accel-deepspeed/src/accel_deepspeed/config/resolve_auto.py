@@ -79,7 +79,7 @@ def _check_shared_layers(config: Mapping[str, Any], run: RunFacts) -> None:
         )
     if int(find(config, f"{ZERO}.zero_hpz_partition_size", 1)) > 1:
         raise ConfigError(
-            f"{LAYERS}={run.tensor_parallel_size} and {ZERO}.zero_hpz_partition_size spread parameters over groups "
+            f"{LAYERS}={run.tensor_parallel_size} and {ZERO}.zero_hpz_partition_size shard parameters over groups "
             "that know nothing of each other; leave one of them out"
         )
 
@@ -105,7 +105,7 @@ def settle(document: Mapping[str, Any], run: RunFacts) -> tuple[dict[str, Any], 
     _shares(config, run, fill)
     _precision(config, run, fill)
     if run.tensor_parallel_size > 1:
-        fill(f"{TENSOR}.vocab_parallel_lm_head", False, "logits stay whole", absent=True)
+        fill(f"{TENSOR}.vocab_parallel_lm_head", False, "logits stay full", absent=True)
     _sizes(config, run, fill)
     _dummies(config, run, fill)
     fill("gradient_clipping", 0.0, "clip_grad_norm_ decides", absent=True)

@@ -85,12 +85,12 @@ def check_full(optimizer: Optimizer, stage: int, *, cut: bool = False) -> None:
         return
     if cut:
         raise PrepareError(
-            f"{kind} looks at full parameters, and every tensor-parallel rank has a part of them; nearest: AdamW, "
-            "or layers that are not shared"
+            f"{kind} looks at full parameters, and every tensor-parallel rank has a shard of them; nearest: AdamW, "
+            "or tensor_parallel.autotp_size=1"
         )
     raise PrepareError(
-        f"{kind} looks at full parameters, and ZeRO stage {stage} leaves every rank pieces of them, flattened and "
-        "put together; nearest: AdamW, or zero_stage=0, or strategy='ddp'"
+        f"{kind} looks at full parameters, and ZeRO stage {stage} leaves every rank a shard of them, "
+        "flattened into one tensor; nearest: AdamW, or zero_stage=0, or strategy='ddp'"
     )
 
 

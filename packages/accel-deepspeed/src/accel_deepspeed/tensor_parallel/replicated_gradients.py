@@ -70,7 +70,7 @@ class FirstGradients:
             names = [name for name, far in zip(self._names, differ.tolist(), strict=True) if far]
             raise BackendError(
                 f"tensor-parallel ranks have all of {few(names, 3)} and other gradients of it, so they would "
-                "drift apart. If it is applied to a part of what is shared (a norm within heads), give it "
+                "drift apart. If it is applied to a part of what is sharded (a norm within heads), give it "
                 "grad_allreduce in tensor_parallel.partition_config, or 'replicated_with_grad_allreduce' in _tp_plan "
                 "of the model; if not, these ranks computed on other samples or random numbers"
             )

@@ -160,12 +160,12 @@ class ZeroGradients(ReplicatedGradients):
             return
         from accel_state.collectives.objects import all_gather_object
 
-        brought = {
+        present = {
             name for names in all_gather_object(sorted(gradients), group=self.run.session.group) for name in names
         }
         own.discard()
-        if brought:
-            _hold(own, gradients, brought)
+        if present:
+            _begin_window(own, gradients, present)
 
     def drop(self, model: nn.Module) -> None:
         """Starts an accumulation window without gradients."""
@@ -182,8 +182,8 @@ class ZeroGradients(ReplicatedGradients):
         return handle
 
 
-def _hold(own: "Gradients", shares: Mapping[str, torch.Tensor], brought: Collection[str]) -> None:
-    """Starts an accumulation window with the mean of ``shares``; ``brought``: names that any rank has.
+def _begin_window(own: "Gradients", unreduced: Mapping[str, torch.Tensor], present: Collection[str]) -> None:
+    """Starts an accumulation window with the mean of ``unreduced``; ``present``: names that any rank has.
 
     Collective: every rank of the group must call this.
     """
@@ -191,13 +191,13 @@ def _hold(own: "Gradients", shares: Mapping[str, torch.Tensor], brought: Collect
 
     device, dtype, ranks = own.engine.device, own.dtype, dist.get_world_size()
     for name, parameter in named_parameters(own.engine).items():
-        if not parameter.requires_grad or (name not in brought and own.order is None):
+        if not parameter.requires_grad or (name not in present and own.order is None):
             continue  # without an order parameters hold gradients, and a gradient of zeros would count as present
-        if name in shares:
-            total = shares[name].to(device, dtype, copy=True)
+        if name in unreduced:
+            total = unreduced[name].to(device, dtype, copy=True)
         else:
             total = torch.zeros(shape_of(parameter), device=device, dtype=dtype)
-        if name in brought:
+        if name in present:
             own.presence.add([parameter])
             if ranks > 1:
                 dist.all_reduce(total)

@@ -317,7 +317,7 @@ class Gradients(ABC):
     def uneven(self) -> str:
         """Reason why some elements are replicated and others are on one rank only; empty if there is none."""
         if self.engine.autotp_size() > 1:
-            return "layers that ranks share"
+            return "tensor-parallel layers"
         return "experts" if getattr(self.optimizer, "has_moe_layers", False) else ""
 
     @property
