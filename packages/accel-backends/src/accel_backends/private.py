@@ -53,7 +53,7 @@ clamp = (
 """Clamping of such tensors to a range, in place."""
 
 
-def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[torch.Tensor]:
+def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Returns the norm of each tensor, computed in ``dtype`` (None: its own) without copies in it.
 
     In one launch for tensors of one device and dtype, by ``_foreach_norm``; one by one in a torch without it.
@@ -61,8 +61,7 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype |
     together = getattr(torch, "_foreach_norm", None)
     if together is None or not tensors:
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    found: Sequence[torch.Tensor] = together(tensors, order, dtype=dtype)
-    return found
+    return list(together(tensors, order, dtype=dtype))
 
 
 def accumulation_hooks(parameter: torch.Tensor) -> MutableMapping[int, Callable[..., Any]]:
