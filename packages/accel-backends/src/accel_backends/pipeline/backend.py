@@ -196,6 +196,7 @@ class PipelineBackend(ModuleBackend):
             tied=tied,
             shards=shards,
             sequences=self._axes.inputs,
+            experts=None if self._mesh.experts is None else self._mesh.axis("ep").get_group(),
         )
         made.train(model.training)
         self._models.add(made)
