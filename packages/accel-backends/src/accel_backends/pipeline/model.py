@@ -100,7 +100,7 @@ class PipelinedModel(nn.Module):
         Collective: every rank of the group must call this.
         """
         given = named_arguments(self.module, args, kwargs)
-        training = torch.is_grad_enabled() and (self._config.loss_fn is not None or "labels" in given)
+        training = torch.is_grad_enabled() and (self._config.loss_fn is not None or self._has_labels(given))
         if torch.is_grad_enabled() and self.training and not training:
             raise BackendError(
                 f"{type(self.module).__name__} was called in training without labels; the backward of a pipeline runs "
@@ -157,7 +157,7 @@ class PipelinedModel(nn.Module):
         with self._gathered():
             parts, outputs = self._outputs(*self._divided_evenly(given))
         fields: dict[str, Any] = {}
-        if "labels" in given and self._config.loss_fn is None:
+        if self._has_labels(given) and self._config.loss_fn is None:
             weights = token_weights(parts)
             losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
             fields["loss"] = self._total(losses)
@@ -270,6 +270,10 @@ class PipelinedModel(nn.Module):
     def _own_tokens(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's shard of the arguments of a call."""
         return given if self.sequences is None else self.sequences.sharded(given)
+
+    def _has_labels(self, given: Mapping[str, Any]) -> bool:
+        """Whether the model computes a loss; ``sequences`` give it the shifted labels of shards as labels, too."""
+        return "labels" in given or (self.sequences is not None and "shift_labels" in given)
 
     @property
     def _num_microbatches(self) -> int:
