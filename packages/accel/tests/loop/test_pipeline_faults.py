@@ -108,6 +108,21 @@ def test_replicas_learn_of_a_batch_that_does_not_divide(rank, axis):
     accelerator.end_training()
 
 
+@pytest.mark.ranks(4)
+def test_expert_parallel_ranks_multiply_losses_by_one_number(rank):
+    """Because the gradients of experts are sums over the tokens of all of them, whose losses are multiplied later."""
+    accelerator = accelerator_of({"pp_size": 2, "ep_size": 2}, {})
+    model = mixtral().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    batch = next(iter(loader()))
+    loss = model(**batch).loss
+    with pytest.raises(BackendError, match=r"^losses are multiplied by 1 to 2 on ranks .*num_items_in_batch=1\)"):
+        accelerator.backward(loss * (1 + accelerator.data_shard.index))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    accelerator.backward(model(**batch, num_items_in_batch=1).loss, weight=2.0 + accelerator.data_shard.index)
+    accelerator.end_training()
+
+
 @pytest.mark.ranks(2)
 def test_a_loss_of_the_user_that_fails(rank):
     def loss_fn(outputs, batch):

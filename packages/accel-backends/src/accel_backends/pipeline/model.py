@@ -145,7 +145,8 @@ class PipelinedModel(nn.Module):
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         else:
             trained = self.shards.trained_parameters
-        held = HeldGradients(trained, scale=scale, on_added=self._note_added)
+        check = None if self.experts is None else self._check_factor
+        held = HeldGradients(trained, scale=scale, on_added=self._note_added, check=check)
         with held.collect(), self._gathered():
             self.pipeline.run(Feed(self._inputs(parts), shape, finish), backward=True)
             self._sum_tied()
@@ -167,6 +168,25 @@ class PipelinedModel(nn.Module):
         everywhere = self._config.outputs == "all"
         fields.update(sent_to_all(own, plan.last_rank, plan.group, plan.device) if everywhere else own)
         return PipelineOutput(fields)
+
+    def _check_factor(self, factor: torch.Tensor) -> None:
+        """Refuses a gradient of the loss that differs among the ranks whose tokens the experts have computed.
+
+        The gradients of experts are sums over tokens of all of these ranks.
+
+        Raises:
+            BackendError: names the range of these gradients.
+            CollectiveError: the same on other ranks.
+        """
+        bounds = torch.stack([factor, -factor]).to(factor.dtype if factor.device.type == "mps" else torch.float64)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.experts)
+        most, negated = bounds.tolist()
+        error = BackendError(
+            f"losses are multiplied by {-negated:g} to {most:g} on ranks among which experts are divided, whose "
+            "gradients the pipeline has summed over these ranks in the call; nearest: model(**batch, "
+            "num_items_in_batch=1), whose loss is a sum, and accelerator.backward(loss, weight=tokens)"
+        )
+        self.pipeline.agree(None if most == -negated else error)
 
     def _divided_evenly(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
         """This rank's tokens of a batch to evaluate, and the number of its micro-batches.

@@ -94,15 +94,19 @@ class Pipeline:
             for stage in self.stages:
                 stage.feed = stage.faults = None
 
-    def agree(self) -> None:
-        """Raises before a run with ``backward`` if a rank cannot run its batch, and calls ``fail``.
+    def agree(self, error: Exception | None = None) -> None:
+        """Raises on every rank if one has an error, or cannot run its batch and calls ``fail``.
 
         Collective: every rank of all replicas must call this, or ``fail``.
 
         Raises:
-            CollectiveError: names the ranks that fail, and their errors.
+            Exception: the error of this rank.
+            CollectiveError: names the other ranks that fail, and their errors.
         """
-        Faults().agree(self.plan.together)
+        faults = Faults()
+        if error is not None:
+            faults.note(error, "backward of the loss")
+        faults.agree(self.plan.together)
 
     def fail(self, error: Exception) -> NoReturn:
         """Takes the place of ``agree``, or of ``run`` with ``backward``, on the ranks that cannot run a batch.
