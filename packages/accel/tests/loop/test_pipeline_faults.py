@@ -7,7 +7,7 @@ import torch
 
 from accel_state.errors import BackendError, CollectiveError
 
-from .pipelines import accelerator_of, distance, llama, loader, optimizer_of
+from .pipelines import accelerator_of, distance, llama, loader, mixtral, optimizer_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -90,10 +90,12 @@ def test_replicas_of_a_failed_stage_learn_of_it(rank, axis):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("axis", ["dp_replicate_size", pytest.param("dp_shard_size", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "axis", ["dp_replicate_size", "ep_size", pytest.param("dp_shard_size", marks=pytest.mark.slow)]
+)
 def test_replicas_learn_of_a_batch_that_does_not_divide(rank, axis):
     accelerator = accelerator_of({"pp_size": 2, axis: 2}, {})
-    model = llama().double()
+    model = (mixtral if axis == "ep_size" else llama)().double()
     model, _ = accelerator.prepare(model, optimizer_of(model))
     failing = accelerator.data_shard.index == 1
     batch = next(iter(loader(3 if failing else 4)))
@@ -102,6 +104,7 @@ def test_replicas_learn_of_a_batch_that_does_not_divide(rank, axis):
     )
     with pytest.raises(BackendError if failing else CollectiveError, match=words):
         model(**batch)
+    assert model(**next(iter(loader(4 if failing else 2)))).loss.isfinite()
     accelerator.end_training()
 
 

@@ -94,10 +94,20 @@ class Pipeline:
             for stage in self.stages:
                 stage.feed = stage.faults = None
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Takes the place of ``run`` with ``backward`` on the ranks of a pipeline that cannot run a batch.
+    def agree(self) -> None:
+        """Raises before a run with ``backward`` if a rank cannot run its batch, and calls ``fail``.
 
-        Collective: every rank of the group must call this, those of other replicas of the pipeline ``run`` or this.
+        Collective: every rank of all replicas must call this, or ``fail``.
+
+        Raises:
+            CollectiveError: names the ranks that fail, and their errors.
+        """
+        Faults().agree(self.plan.together)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Takes the place of ``agree``, or of ``run`` with ``backward``, on the ranks that cannot run a batch.
+
+        Collective: every rank of the group must call this, those of other replicas of the pipeline one of the three.
 
         Raises:
             Exception: the error.
