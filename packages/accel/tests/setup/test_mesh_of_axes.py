@@ -25,7 +25,7 @@ from accel_testing import RankPool
 from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, tiny_mixtral, with_exact_loss
 from accel_testing.equivalence.compare import assert_close_state
 
-LENGTH, GLOBAL_BATCH, STEPS = 16, 8, 3
+LENGTH, GLOBAL_BATCH, STEPS = 16, 16, 3
 EXPERTS_NAME = "model.layers.*.mlp.experts"
 Degrees = Mapping[str, Any]
 

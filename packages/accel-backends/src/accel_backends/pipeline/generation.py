@@ -9,7 +9,7 @@ import torch
 from accel_state.errors import BackendError
 
 AnyRank = Callable[[bool], bool]
-"""Function that tells whether a value is true on any rank whose prompts are decoded together with those of this one."""
+"""Logical or of a value over the ranks whose prompts are decoded together with those of this one."""
 
 NextTokens = Callable[[Mapping[str, Any]], torch.Tensor]
 """Function from the arguments of a model to the most probable token behind each sample, on every rank."""

@@ -23,7 +23,7 @@ _TOGETHER = (
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisDegrees:
-    """One degree for each axis of :data:`AXES`."""
+    """One degree for each axis of ``AXES``."""
 
     pp: int = 1
     dp_replicate: int = 1
