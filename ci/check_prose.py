@@ -1,8 +1,8 @@
 """Prose of docstrings and docs pages: module docstrings name their subject, terms are those of the glossary.
 
-Refuses module docstrings that are indirect questions, words that ``docs/concepts/glossary.md`` bans, and sentences of
-more than 35 words on the docs pages. ``--sample N --seed S`` prints N docstrings drawn from all sources, to be read and
-graded.
+Refuses module docstrings that are indirect questions, words that ``docs/concepts/glossary.md`` bans, roles of Sphinx,
+and sentences of more than 35 words on the docs pages. ``--sample N --seed S`` prints N docstrings drawn from all
+sources, to be read and graded.
 """
 
 import argparse
@@ -22,6 +22,8 @@ BANNED = {
     r"whoever": "the rank, process or object that",
 }
 """Words that code and pages do not use, and what to write instead."""
+ROLE = re.compile(r":[a-z]+:`[^`]*`")
+"""Cross-reference in the syntax of Sphinx."""
 
 
 def modules() -> Iterator[Path]:
@@ -55,6 +57,8 @@ def complaints() -> Iterator[str]:
             place = f"{path.relative_to(ROOT)}:{line}: {name}"
             if name == "module" and text.split()[0] in QUESTIONS:
                 yield f"{place}: the docstring begins with {text.split()[0]!r}; name the thing"
+            if role := ROLE.search(text):
+                yield f"{place}: {role[0]!r}, which no page of ours resolves; write the name between double backticks"
             for pattern, instead in BANNED.items():
                 if found := re.search(rf"\b{pattern}\b", text, re.IGNORECASE):
                     yield f"{place}: {found[0]!r}; write: {instead}"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ci.check_prose import docstrings, sentences
+from ci.check_prose import ROLE, docstrings, sentences
 
 PAGE = """# A heading that is no sentence
 
@@ -34,3 +34,11 @@ def test_docstrings_have_names_and_lines(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text('"""Module."""\n\n\nclass A:\n    """Class."""\n\n    def f(self):\n        """Method."""\n')
     assert list(docstrings(module)) == [(1, "module", "Module."), (4, "A", "Class."), (7, "f", "Method.")]
+
+
+def test_roles_of_sphinx_are_found_and_plain_code_is_not() -> None:
+    assert [ROLE.search(text) is not None for text in ("see :func:`f`.", "see ``f``.", "key: `value`")] == [
+        True,
+        False,
+        False,
+    ]

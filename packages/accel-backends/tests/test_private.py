@@ -166,10 +166,12 @@ def test_a_torch_without_collectives_of_units_keeps_its_own(monkeypatch):
 
 
 def test_a_torch_without_calls_of_units_is_named():
-    with pytest.raises(BackendError, match=r"has no FSDPState\._lazy_init, as torch 2\.13 has.*dp_replicate_size"):
-        private.joined_units(Unit())
-    with pytest.raises(BackendError, match=r"has no FSDPParamGroup\.finalize_backward"):
-        private.reduce_unit_gradients([Unit(_fsdp_param_groups=[SimpleNamespace(post_backward=print)])])
+    words = r"has no FSDPState\._lazy_init, as torch 2\.13 has.*dp_replicate_size instead of ep_size and cp_size$"
+    with pytest.raises(BackendError, match=words):
+        private.joined_units([Unit()], ("ep_size", "cp_size"))
+    unit = Unit(_lazy_init=print, _fsdp_param_groups=[SimpleNamespace(post_backward=print)])
+    with pytest.raises(BackendError, match=r"has no FSDPParamGroup\.finalize_backward.*instead of dp_shard_size$"):
+        private.joined_units([unit], ("dp_shard_size",))
 
 
 def test_first_messages_of_stages_are_as_long_as_expected_and_for_other_ranks():
@@ -182,14 +184,13 @@ def test_first_messages_of_stages_are_as_long_as_expected_and_for_other_ranks():
     assert all(op.tensor.dtype is torch.float32 and op.tensor.numel() == 1 for op in found)
 
 
-def test_schedules_without_backwards_keep_their_steps_in_torch_before_and_since_2_10():
+def test_schedules_without_backwards_keep_their_forwards():
     forward, backward = (SimpleNamespace(computation_type=SimpleNamespace(name=name)) for name in ("FORWARD", "SEND_B"))
-    new = SimpleNamespace(pipeline_order_with_comms={0: [forward, backward]})
-    old = SimpleNamespace(pipeline_order={0: [None, forward, backward]})
-    private.leave_out_backwards(new, {"FORWARD"})
-    private.leave_out_backwards(old, {"FORWARD"})
-    assert new.pipeline_order_with_comms[0] == [forward]
-    assert old.pipeline_order[0] == [None, forward, None]
+    schedule = SimpleNamespace(pipeline_order_with_comms={0: [forward, backward]})
+    private.leave_out_backwards(schedule, {"FORWARD"})
+    assert schedule.pipeline_order_with_comms[0] == [forward]
+    with pytest.raises(BackendError, match=r"keeps the actions of SimpleNamespace elsewhere .*schedule='1f1b'"):
+        private.leave_out_backwards(SimpleNamespace(), {"FORWARD"})
 
 
 def test_ddp_finds_the_parameters_that_it_leaves_out():

@@ -217,6 +217,7 @@ def test_where_full_gradients_of_a_window_do_not_fit_they_are_reduced_in_each_mi
     proposal = propose_axes(plan_axes(shape("70b"), hardware, BATCH), hardware)
     assert (proposal.plan.degrees.active, proposal.plan.sync_each_batch) == (("dp_shard",), True)
     assert "GradientAccumulationPlugin" in proposal.reasons[-1]
+    assert "; without sync_each_batch the best is " in proposal.reasons[-1]
 
 
 def test_sequence_parallel_ranks_exchange_heads_and_repeat_those_of_keys() -> None:
@@ -231,8 +232,20 @@ def test_sequence_parallel_ranks_exchange_heads_and_repeat_those_of_keys() -> No
     assert all(cp == 1 or sp == 1 for cp, sp, _ in both)
     assert all(64 % (sp * tp) == 0 for _, sp, tp in both)
     assert {sp for _, sp, _ in both} == {1, 2, 4, 8, 16, 32, 64}
-    odd = axis_degrees(shape("70b"), h100s(8), global_batch=4096, micro_batch=1, length=8191)
-    assert {(degrees.cp, degrees.sp) for degrees in odd} == {(1, size) for size in (1, 2, 4, 8, 16, 32, 64)}
+    # Sequence-parallel ranks have one equal part of each sequence, context-parallel ranks two.
+    for length, cp, sp in ((8191, (), ()), (8200, (2, 4), (2, 4, 8))):
+        odd = axis_degrees(shape("70b"), h100s(8), global_batch=4096, micro_batch=1, length=length)
+        wanted = {(1, 1), *((size, 1) for size in cp), *((1, size) for size in sp)}
+        assert {(degrees.cp, degrees.sp) for degrees in odd} == wanted
+
+
+def test_heads_of_keys_are_repeated_to_a_multiple_of_the_ranks_and_of_themselves() -> None:
+    seven = TransformerShape.from_config({**CONFIGS["70b"], "num_attention_heads": 56, "head_dim": 128})
+    batch = Batching(global_batch=8, micro_batch=1, length=7 * 1024)
+    found = plan_degrees(seven, h100s(1), AxisDegrees(sp=7), batch, checkpointing=False)
+    # 56 heads of queries and outputs, and 8 of keys and values, each of which is repeated 7 times: 56.
+    elements = 1024 * (2 * 56 + 2 * 56) * 128 * 6 // 7
+    assert found.local["sp"] == 80 * 8 * 2 * elements * 2
 
 
 def test_shards_over_the_ranks_of_a_node_share_its_link_with_tensor_parallel_groups_alone() -> None:

@@ -176,17 +176,22 @@ def unit_parameters(module: nn.Module) -> Iterable[Any]:
     return [entry for group in unit_groups(module) for entry in group.fsdp_params]
 
 
-def joined_units(root: nn.Module) -> None:
+def joined_units(units: Sequence[Any], axes: Collection[str]) -> None:
     """Makes FSDP2 units one tree with a root that is never called, by ``_lazy_init``, as its first call would.
 
+    ``units``: the root first. ``axes``: degrees of the axes over which they are sharded, for the error.
+
     Raises:
-        BackendError: this torch does not have it.
+        BackendError: this torch does not have it, or does not have what ``reduce_unit_gradients`` calls.
     """
-    unit: Any = root
     try:
-        initialise = unit._get_fsdp_state()._lazy_init
+        initialise = units[0]._get_fsdp_state()._lazy_init
     except AttributeError:
-        raise _without_unit_calls("FSDPState._lazy_init") from None
+        raise _without_unit_calls("FSDPState._lazy_init", axes) from None
+    group = next((group for unit in units for group in unit_groups(unit)), None)
+    for name in () if group is None else ("post_backward", "finalize_backward"):
+        if not hasattr(group, name):
+            raise _without_unit_calls(f"FSDPParamGroup.{name}", axes)
     initialise()
 
 
@@ -195,27 +200,21 @@ def reduce_unit_gradients(units: Iterable[Any]) -> None:
 
     By ``post_backward`` and ``finalize_backward`` of each group, as ``torch.distributed.pipelining`` does.
 
-    Collective: every rank of the units' meshes must call this.
+    ``joined_units`` refuses a torch without them.
 
-    Raises:
-        BackendError: this torch does not have them.
+    Collective: every rank of the units' meshes must call this.
     """
     groups = [group for unit in units for group in unit_groups(unit)]
-    missing = next(
-        (one for one in ("post_backward", "finalize_backward") if groups and not hasattr(groups[0], one)), None
-    )
-    if missing is not None:
-        raise _without_unit_calls(f"FSDPParamGroup.{missing}")
     for group in groups:
         group.post_backward()
     for group in groups:
         group.finalize_backward()
 
 
-def _without_unit_calls(name: str) -> BackendError:
+def _without_unit_calls(name: str, axes: Collection[str]) -> BackendError:
     return BackendError(
         f"torch {torch.__version__} has no {name}, as torch 2.13 has, by which stages are sharded; nearest: "
-        "dp_replicate_size instead of dp_shard_size"
+        f"dp_replicate_size instead of {' and '.join(axes)}"
     )
 
 
@@ -272,17 +271,19 @@ def hands_over_within_ranks(schedule: type[Any]) -> bool:
 def leave_out_backwards(schedule: Any, forwards: Collection[str]) -> None:
     """Leaves the forwards of a schedule with several stages on a rank; a stage on a V would look for its backward.
 
-    ``forwards``: names of the kinds of its actions. By ``pipeline_order_with_comms``, and in torch 2.9 by the idle
-    steps of ``pipeline_order``.
+    ``forwards``: names of the kinds of its actions. By ``pipeline_order_with_comms``.
+
+    Raises:
+        BackendError: this torch does not have it.
     """
     orders = getattr(schedule, "pipeline_order_with_comms", None)
-    if orders is not None:
-        for rank, actions in orders.items():
-            orders[rank] = [one for one in actions if one.computation_type.name in forwards]
-        return
-    for rank, actions in schedule.pipeline_order.items():
-        kept = [one if one is not None and one.computation_type.name in forwards else None for one in actions]
-        schedule.pipeline_order[rank] = kept
+    if orders is None:
+        raise BackendError(
+            f"torch {torch.__version__} keeps the actions of {type(schedule).__name__} elsewhere than torch 2.11 to "
+            "2.13; use one of these, or schedule='1f1b'"
+        )
+    for rank, actions in orders.items():
+        orders[rank] = [one for one in actions if one.computation_type.name in forwards]
 
 
 def guard_shape_inference(stage: Any, guard: Callable[[Callable[[], Any], Sequence[torch.Tensor]], Any]) -> None:

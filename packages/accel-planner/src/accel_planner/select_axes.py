@@ -107,7 +107,7 @@ def propose_axes(plans: Sequence[AxisPlan], hardware: Hardware, margin: float = 
     if plan.sync_each_batch:
         others = [other for other in plans if not other.sync_each_batch]
         what = "gradients are reduced in each micro-batch (GradientAccumulationPlugin)"
-        reasons.append(f"sync_each_batch=True: {what}; {_without('it', others, plan, room)}")
+        reasons.append(f"sync_each_batch=True: {what}; {_without('sync_each_batch', others, plan, room)}")
     return AxisProposal(plan, tuple(reasons), tuple(plans))
 
 

@@ -46,7 +46,7 @@ def first(goes_first: bool, group: "ProcessGroup | None") -> Iterator[None]:
     """Runs the block on the ranks for which ``goes_first`` is true, before it runs on the other ranks.
 
     Collective: every rank of the group must call this. If the block fails on a first rank, the other ranks do not enter
-    the block; they raise :class:`~accel_state.errors.CollectiveError` with that rank and its error.
+    the block; they raise ``accel_state.errors.CollectiveError`` with that rank and its error.
     """
     from accel_state.collectives.tensors import agree
 

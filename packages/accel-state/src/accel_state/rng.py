@@ -35,7 +35,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     With ``device_specific`` each process adds its rank (of the open session, otherwise from the launcher's variables),
     so that ranks draw different numbers. With ``deterministic`` torch also computes deterministically, or raises where
-    it cannot (see :func:`set_deterministic`).
+    it cannot (see ``set_deterministic``).
 
     Returns torch's previous switches: ``set_seed(...).restore()`` undoes ``deterministic``.
     """
@@ -93,7 +93,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
-    """Restores a result of :func:`rng_state` completely, or raises before any generator is changed.
+    """Restores a result of ``rng_state`` completely, or raises before any generator is changed.
 
     If the number of visible devices has changed, the current device gets the state of the device that was current then.
     Without ``strict``, generators without a saved state and states without a generator are skipped.
@@ -127,7 +127,7 @@ def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> list[str]
 
 
 def _check(parts: Mapping[str, Any]) -> None:
-    """Raises, before any generator is changed, if a part does not have the form that :func:`rng_state` writes."""
+    """Raises, before any generator is changed, if a part does not have the form that ``rng_state`` writes."""
     wanted: dict[str, Callable[[Any], bool]] = {
         PYTHON: lambda part: (
             part["words"].numel() == _MERSENNE_WORDS and part["version"] == random.getstate()[0] and "gauss" in part
@@ -229,7 +229,7 @@ def synchronize_rng_states(
     *,
     group: "ProcessGroup | None" = None,
 ) -> None:
-    """Calls :func:`synchronize_rng_state` for each of ``rng_types``.
+    """Calls ``synchronize_rng_state`` for each of ``rng_types``.
 
     Collective: every rank of the group must call this.
     """

@@ -37,7 +37,7 @@ _OFF = frozenset({"0", "off", "no", "false"})
 class Session:
     """Topology, device and process group of this process, while it is open.
 
-    Created by :meth:`open`; used as a context manager or closed by :meth:`close`. Several sessions may be open in one
+    Created by ``open``; used as a context manager or closed by ``close``. Several sessions may be open in one
     process: they share torch's default group, which is closed with the last session. A group that existed before the
     first session is adopted and stays open.
     """
@@ -72,7 +72,7 @@ class Session:
         """Opens a session, and the default process group if there are several processes and no group is open.
 
         Collective: every rank of the group must call this. Arguments that are None are read from ``env`` (default:
-        ``os.environ``): the topology from the launcher's variables, the device as in :meth:`Device.choose`. ``timeout``
+        ``os.environ``): the topology from the launcher's variables, the device as in ``Device.choose``. ``timeout``
         is the timeout of collectives, and the upper limit of the wait at the rendezvous. A group that is already open
         keeps its timeout; a session with another timeout gets a second group of all ranks. Groups that accel, torch's
         device meshes or other libraries create without a timeout while the session is open get the session's timeout.
@@ -166,7 +166,7 @@ class Session:
     def group(self) -> "ProcessGroup | None":
         """Process group of this session's collectives: torch's default group, or one with the requested timeout.
 
-        None for a single process without a group, and after :meth:`close`.
+        None for a single process without a group, and after ``close``.
         """
         return self._group
 
@@ -182,7 +182,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether ``close`` was called."""
         return self._closed
 
     @property
@@ -295,7 +295,7 @@ class Session:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Context manager that yields this rank's shard of ``inputs``; see :func:`accel_state.process.split`."""
+        """Context manager that yields this rank's shard of ``inputs``; see ``accel_state.process.split``."""
         yield process.split(inputs, rank=self.rank, world_size=self.world_size, padding=apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -375,7 +375,7 @@ def locate(
     device: "Device | str | torch.device | None" = None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[Topology, Device]:
-    """Returns the topology and the device of a session that :meth:`Session.open` would open, and opens nothing.
+    """Returns the topology and the device of a session that ``Session.open`` would open, and opens nothing.
 
     Raises:
         TopologyError: the variables contradict each other, or there are more processes than devices.
@@ -392,7 +392,7 @@ def locate(
 
 
 def current_topology(env: Mapping[str, str] | None = None) -> Topology:
-    """Returns the topology of :meth:`Session.current`; without a session, that of ``env`` (default: ``os.environ``).
+    """Returns the topology of ``Session.current``; without a session, that of ``env`` (default: ``os.environ``).
 
     Raises:
         TopologyError: no session is open and the launcher's variables contradict each other.

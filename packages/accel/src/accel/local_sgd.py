@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class LocalSGD:
     """Within the block, gradients of ``model`` are not reduced; instead, parameters are averaged periodically.
 
-    Call :meth:`step` after each optimizer step; every ``local_sgd_steps``-th call averages the trained parameters over
+    Call ``step`` after each optimizer step; every ``local_sgd_steps``-th call averages the trained parameters over
     all ranks, and so does the end of the block. One all-reduce for each dtype (Stich, "Local SGD Converges Fast and
     Communicates Little", 2019). With one process, or with ``enabled=False``, it does nothing.
 

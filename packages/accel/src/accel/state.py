@@ -87,7 +87,7 @@ class PartialState(_ProcessView):
     """The process-wide session: the open one, or a new one.
 
     torch has one process group per process, so this is the only class whose instances share one object. Keyword
-    arguments are those of :meth:`accel_state.Session.open`.
+    arguments are those of ``accel_state.Session.open``.
     """
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of a pipeline have the names of the user's own model, so that any layout resumes from them."""
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,7 @@ from accel import Accelerator
 from accel_backends import PipelineParallelConfig
 from accel_state import ParallelismConfig
 from accel_testing import RankPool
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, with_exact_loss
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_mixtral, with_exact_loss
 
 STEPS = 3
 LAYOUTS = {
@@ -21,12 +22,17 @@ LAYOUTS = {
     "pp x dp_shard": ("pp", "dp_shard"),
     "pp x cp": ("pp", "cp"),
     "pp x sp": ("pp", "sp"),
+    "pp x ep": ("pp", "ep"),
 }
 """Axes of two ranks each."""
 
 
 def gpt2() -> Any:
     return with_exact_loss(tiny_gpt2()).double()
+
+
+def mixtral() -> Any:
+    return with_exact_loss(tiny_mixtral(use_cache=False)).double()
 
 
 def batches(first: int) -> list[dict[str, torch.Tensor]]:
@@ -43,10 +49,17 @@ def accelerator_of(layout: str, **options: Any) -> Accelerator:
     return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees), strategy=strategy, **options)
 
 
-def run(layout: str, steps: int, load: str | None, save: str | None, accumulated: int = 1) -> dict[str, Any]:
+def run(
+    layout: str,
+    steps: int,
+    load: str | None,
+    save: str | None,
+    accumulated: int = 1,
+    make: Callable[[], Any] = gpt2,
+) -> dict[str, Any]:
     """Trains from a checkpoint or from the beginning, and returns the losses and the full state."""
     accelerator = accelerator_of(layout, gradient_accumulation_steps=accumulated)
-    model = gpt2()
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -77,6 +90,9 @@ CHANGES = [
     pytest.param("single", "pp x cp", 2, marks=pytest.mark.slow),
     pytest.param("single", "pp x sp", 1, marks=pytest.mark.slow),
     pytest.param("pp x sp", "pp x dp_shard", 2, marks=pytest.mark.slow),
+    pytest.param("pp x ep", "single", 2, marks=pytest.mark.slow),
+    pytest.param("single", "pp x ep", 2, marks=pytest.mark.slow),
+    pytest.param("pp x ep", "pp x dp_shard", 1, marks=pytest.mark.slow),
     pytest.param("single", "pp", 1, marks=pytest.mark.slow),
     ("pp x tp", "pp x dp_shard", 2),
     pytest.param("pp", "single", 1, marks=pytest.mark.slow),
@@ -97,10 +113,11 @@ def test_training_goes_on_in_another_layout(
     rank_pool: RankPool, tmp_path: Any, before: str, after: str, accumulated: int
 ) -> None:
     """With two batches in an accumulation window the checkpoint is written inside one. All ranks read the same data."""
-    expected = rank_pool.run(run, "single", 2 * STEPS, None, None, accumulated, ranks=1)[0]
+    make = mixtral if "ep" in LAYOUTS[before] + LAYOUTS[after] else gpt2
+    expected = rank_pool.run(run, "single", 2 * STEPS, None, None, accumulated, make, ranks=1)[0]
     folder = str(tmp_path / "saved")
-    rank_pool.run(run, before, STEPS, None, folder, accumulated, ranks=2 ** len(LAYOUTS[before]))
-    found = rank_pool.run(run, after, STEPS, folder, None, accumulated, ranks=2 ** len(LAYOUTS[after]))
+    rank_pool.run(run, before, STEPS, None, folder, accumulated, make, ranks=2 ** len(LAYOUTS[before]))
+    found = rank_pool.run(run, after, STEPS, folder, None, accumulated, make, ranks=2 ** len(LAYOUTS[after]))
     for one in found:
         assert one["losses"] == pytest.approx(expected["losses"][STEPS:], rel=1e-10)
     assert found[0]["state"].keys() == expected["state"].keys()

@@ -260,7 +260,9 @@ def test_degrees_are_proposed_from_a_configuration_alone(llama: str, capsys: pyt
     assert found["model"]["parameters"] == 70553706496
     chosen = next(plan for plan in found["plans"] if plan["name"] == found["choice"]["name"])
     assert chosen["fits"]
-    assert chosen["degrees"] == found["choice"]["degrees"]
+    for key in ("degrees", "checkpointing", "sync_each_batch"):
+        assert chosen[key] == found["choice"][key]
+    assert found["choice"]["checkpointing"]
     assert run(["plan", f"{llama}/config.json", *CLUSTER]) == 0
     out = capsys.readouterr().out
     assert "70.6 billion parameters, bf16, on 8 nodes of 8 x" in out

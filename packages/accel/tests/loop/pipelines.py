@@ -10,7 +10,7 @@ from torch import nn
 from accel import Accelerator
 from accel_backends import PipelineParallelConfig
 from accel_state import ParallelismConfig
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, with_exact_loss
+from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, tiny_mixtral, with_exact_loss
 
 LENGTH, SAMPLES, BATCH = 12, 48, 4
 
@@ -21,6 +21,10 @@ def llama(*, tie: bool = False, blocks: int = 4) -> nn.Module:
 
 def gpt2() -> nn.Module:
     return with_exact_loss(tiny_gpt2(n_layer=4))
+
+
+def mixtral() -> nn.Module:
+    return with_exact_loss(tiny_mixtral(use_cache=False))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accel_state.errors import BackendError, ConfigError, PrepareError
+from accel_state.errors import BackendError, CollectiveError, ConfigError, PrepareError
 from accel_testing.equivalence.causal_lms import next_token_loss
 
 from .pipelines import (
@@ -13,6 +13,7 @@ from .pipelines import (
     gpt2,
     llama,
     loader,
+    mixtral,
     optimizer_of,
 )
 
@@ -43,6 +44,27 @@ def test_evaluation_returns_all_outputs_on_every_rank(rank, schedule):
         assert found["logits"] is found[1]
     with torch.no_grad():
         assert distance(model(batch["input_ids"]).logits, expected(batch["input_ids"]).logits) <= 1e-10
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(4)
+def test_expert_parallel_ranks_evaluate_batches_of_different_sizes(rank):
+    """And prompts whose generations end at different tokens, in as many micro-batches as divide both batches."""
+    accelerator = accelerator_of({"pp_size": 2, "ep_size": 2}, {"num_microbatches": 4})
+    index = accelerator.data_shard.index
+    model, expected = accelerator.prepare(mixtral().double()).eval(), mixtral().double().eval()
+    for samples in ((4, 4), (4, 2), (3, 4)):
+        batch = batch_of(samples[index])
+        with torch.no_grad():
+            found, wanted = model(**batch), expected(**batch)
+        assert distance(found.logits, wanted.logits) <= 1e-10
+        assert float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-10)
+    given, error = (batch, CollectiveError) if index else ({"labels": batch["labels"]}, BackendError)
+    with torch.no_grad(), pytest.raises(error, match="a pipeline needs input_ids or inputs_embeds"):
+        model(**given)
+    prompts = Texts().tokens[:4, :4][: 4 - index]
+    options = {"max_new_tokens": 2 + 3 * index, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    assert model.generate(prompts, **options).equal(expected.generate(prompts, **options))
     accelerator.end_training()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from accel_state.errors import BackendError, CollectiveError
 
-from .pipelines import accelerator_of, distance, llama, loader, optimizer_of
+from .pipelines import accelerator_of, distance, llama, loader, mixtral, optimizer_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -90,10 +90,12 @@ def test_replicas_of_a_failed_stage_learn_of_it(rank, axis):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("axis", ["dp_replicate_size", pytest.param("dp_shard_size", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "axis", ["dp_replicate_size", "ep_size", pytest.param("dp_shard_size", marks=pytest.mark.slow)]
+)
 def test_replicas_learn_of_a_batch_that_does_not_divide(rank, axis):
     accelerator = accelerator_of({"pp_size": 2, axis: 2}, {})
-    model = llama().double()
+    model = (mixtral if axis == "ep_size" else llama)().double()
     model, _ = accelerator.prepare(model, optimizer_of(model))
     failing = accelerator.data_shard.index == 1
     batch = next(iter(loader(3 if failing else 4)))
@@ -102,6 +104,22 @@ def test_replicas_learn_of_a_batch_that_does_not_divide(rank, axis):
     )
     with pytest.raises(BackendError if failing else CollectiveError, match=words):
         model(**batch)
+    assert model(**next(iter(loader(4 if failing else 2)))).loss.isfinite()
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(4)
+def test_expert_parallel_ranks_multiply_losses_by_one_number(rank):
+    """Because the gradients of experts are sums over the tokens of all of them, whose losses are multiplied later."""
+    accelerator = accelerator_of({"pp_size": 2, "ep_size": 2}, {})
+    model = mixtral().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    batch = next(iter(loader()))
+    loss = model(**batch).loss
+    with pytest.raises(BackendError, match=r"^losses are multiplied by 1 to 2 on ranks .*num_items_in_batch=1\)"):
+        accelerator.backward(loss * (1 + accelerator.data_shard.index))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    accelerator.backward(model(**batch, num_items_in_batch=1).loss, weight=2.0 + accelerator.data_shard.index)
     accelerator.end_training()
 
 

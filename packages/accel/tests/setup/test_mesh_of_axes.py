@@ -25,7 +25,7 @@ from accel_testing import RankPool
 from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, tiny_mixtral, with_exact_loss
 from accel_testing.equivalence.compare import assert_close_state
 
-LENGTH, GLOBAL_BATCH, STEPS = 16, 8, 3
+LENGTH, GLOBAL_BATCH, STEPS = 16, 16, 3
 EXPERTS_NAME = "model.layers.*.mlp.experts"
 Degrees = Mapping[str, Any]
 
@@ -362,13 +362,16 @@ def loss_of_buffers(degrees: Degrees, loss: bool) -> dict[str, Any]:
     before = tokens.clone()
     with accelerator.maybe_context_parallel(buffers=[tokens, shifted], buffer_seq_dims=[1, 1]):
         within = tuple(tokens.shape)
-        output = model(input_ids=tokens, labels=shifted if loss else None, shift_labels=shifted)
-        accelerator.backward(output.loss)
+        batch = {"input_ids": tokens, "labels": shifted if loss else None, "shift_labels": shifted}
+        with torch.no_grad():
+            evaluated = float(model(**batch).loss)
+        accelerator.backward(model(**batch).loss)
     optimizer.step()
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
     found = {
         "within": within,
+        "evaluated": evaluated,
         "restored": torch.equal(tokens, before),
         "logits": accelerator.gather_for_metrics(logits.argmax(-1)),
         "state": dict(accelerator.get_state_dict(model)),
@@ -377,14 +380,18 @@ def loss_of_buffers(degrees: Degrees, loss: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["cp2", pytest.param("sp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["cp2", "pp2 cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sp2", "pp2 sp2"))]
+)
 def test_buffers_that_a_user_shards_train_as_full_ones(rank_pool: RankPool, layout: str) -> None:
     expected = rank_pool.run(loss_of_buffers, {}, True, ranks=1)[0]
-    found = rank_pool.run(loss_of_buffers, LAYOUTS[layout], False, ranks=2)
+    degrees = LAYOUTS[layout]
+    found = rank_pool.run(loss_of_buffers, degrees, False, ranks=ParallelismConfig(**degrees).total_size)
     assert (expected["within"], found[0]["within"]) == ((GLOBAL_BATCH, LENGTH), (GLOBAL_BATCH, LENGTH // 2))
     assert all(one["restored"] for one in found)
     assert_close_state(found[0]["state"], expected["state"], rtol=0, atol=1e-10)
     for one in found:
+        assert one["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-10)
         assert torch.equal(one["logits"], expected["logits"])
 
 

@@ -45,7 +45,7 @@ def tiny_mixtral(**options: Any) -> nn.Module:
 
 
 def with_exact_loss(model: Any) -> nn.Module:
-    """The model with :func:`next_token_loss` as its loss, where transformers computes losses in float32."""
+    """The model with ``next_token_loss`` as its loss, where transformers computes losses in float32."""
     model.loss_function = next_token_loss
     exact: nn.Module = model
     return exact

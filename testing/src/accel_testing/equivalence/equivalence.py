@@ -84,10 +84,10 @@ def assert_equivalent(
     """Fails unless ``program`` trains under every layout as in one process; the message is the report.
 
     Args:
-        program: makes the :class:`Program`, anew on every rank and for every layout.
-        layouts: as in ``["ddp:2", "ddp:4/acc=3"]``, see :class:`Layout`.
+        program: makes the ``Program``, anew on every rank and for every layout.
+        layouts: as in ``["ddp:2", "ddp:4/acc=3"]``, see ``Layout``.
         precisions: those of layouts that name none.
-        tolerances: by precision, instead of :data:`TOLERANCES`.
+        tolerances: by precision, instead of ``TOLERANCES``.
         pool: ranks to use (the ``rank_pool`` fixture); None starts some for this call.
         perturb: start ranks other than 0 from other weights, which ``prepare`` must replace.
         around: makes a context manager around the training on the layouts' ranks, not around the reference.
@@ -111,7 +111,7 @@ def run_check(
     pool: RankPool | None = None,
     cpu: bool = True,
 ) -> Report:
-    """Checks ``script.py:function``, where the function returns a :class:`Program`; implements ``accel check``.
+    """Checks ``script.py:function``, where the function returns a ``Program``; implements ``accel check``.
 
     The script is imported (not as ``__main__``) in rank processes, never in this one. With ``cpu=False`` layouts use
     this machine's accelerators; the reference stays on the CPU.

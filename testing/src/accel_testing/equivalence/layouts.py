@@ -34,7 +34,7 @@ class Layout:
         backend: name of the backend.
         world_size: number of processes; of devices if one process drives all of them (XLA).
         precision: ``fp64`` and ``fp32`` are the dtype of the full program, the others mixed precision of a float32
-            one; empty if the caller of :func:`expand` decides.
+            one; empty if the caller of ``expand`` decides.
         accumulate: micro-batches of one optimizer step.
         weighted: micro-batches of different sizes, with their weights passed to ``backward``.
         short: the last accumulation window is one micro-batch short.

@@ -47,7 +47,7 @@ class TinyBlock(nn.Module):
 
 @final
 class TinyTransformer(nn.Module):
-    """A causal language model of repeated :class:`TinyBlock` whose output layer is tied to the embedding."""
+    """A causal language model of repeated ``TinyBlock`` whose output layer is tied to the embedding."""
 
     def __init__(
         self, vocabulary: int = 32, width: int = 16, *, layers: int = 2, heads: int = 2, length: int = 16

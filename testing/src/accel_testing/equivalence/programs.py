@@ -77,7 +77,7 @@ def train_part(
 
     Args:
         pool: source of the ranks; XLA devices need their own pool, because a process takes them when it first computes.
-        layout: as :class:`Layout` parses it; ``fp64`` is the dtype of the model.
+        layout: as ``Layout`` parses it; ``fp64`` is the dtype of the model.
         start: number of the first micro-batch.
         stop: one past the number of the last micro-batch.
         load: folder of the checkpoint to resume from; empty: the initial weights.

@@ -28,14 +28,14 @@ def mark() -> None:
 
 
 def unmark() -> None:
-    """Removes the folder; only in the process that called :func:`mark`."""
+    """Removes the folder; only in the process that called ``mark``."""
     folder = _folder()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_marking() -> bool:
-    """Whether this is the process that called :func:`mark`."""
+    """Whether this is the process that called ``mark``."""
     return _folder() is not None
 
 

@@ -40,7 +40,7 @@ class ProcessSnapshot:
 
 
 def snapshot(checks: Iterable[str] = ()) -> ProcessSnapshot:
-    """Takes a snapshot for the named checks (see :data:`CHECKS`); each takes less than a millisecond."""
+    """Takes a snapshot for the named checks (see ``CHECKS``); each takes less than a millisecond."""
     return ProcessSnapshot({name: CHECKS[name]() for name in checks})
 
 

@@ -24,7 +24,7 @@ def attach(
     first: tuple[int, Answer] | None = None,
     others: Sequence[tuple[int, Answer]] = (),
 ) -> BaseException:
-    """Returns the same exception with the data that :func:`show_ranks` needs."""
+    """Returns the same exception with the data that ``show_ranks`` needs."""
     if first is None:
         text, reason, place = str(error), str(error).partition("\n")[0], ("ranks", 0)
     else:

@@ -30,7 +30,7 @@ class LaunchedRanks:
     """Teams of ranks, one for each size, each started by ``accel launch`` or ``torchrun``."""
 
     def __init__(self, launcher: str, preload: Sequence[str] = ()) -> None:
-        """``launcher`` is one of :data:`LAUNCHERS`; ``preload`` names modules to import before the first job."""
+        """``launcher`` is one of ``LAUNCHERS``; ``preload`` names modules to import before the first job."""
         self._launcher = launcher
         self._preload = tuple(preload)
         self._environment = rank_environment(os.environ)

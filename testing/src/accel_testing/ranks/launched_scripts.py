@@ -158,7 +158,7 @@ def launch_by(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:
-    """Runs a script on ``ranks`` CPU processes of this machine by one of :data:`LAUNCHERS`, at a free port."""
+    """Runs a script on ``ranks`` CPU processes of this machine by one of ``LAUNCHERS``, at a free port."""
     command = [sys.executable, *LAUNCHERS[launcher](ranks, free_port()), os.fspath(script), *arguments]
     return run_command(command, timeout=timeout, env=env, cwd=cwd)
 

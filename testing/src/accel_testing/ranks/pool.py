@@ -30,7 +30,7 @@ class RankPool:
     """Ranks of a gloo group on this machine, as many as a call needs, kept between calls.
 
     Nothing is started before the first call. Each call has its own process group, opened by an
-    :class:`accel_state.Session` at a free port, with its watchdog. Not thread-safe.
+    ``accel_state.Session`` at a free port, with its watchdog. Not thread-safe.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class RankPool:
 
         ``fn`` may be a closure or lambda. ``group`` is the backend of the default process group opened around it, None
         for no group; ``variables`` are set meanwhile. Raises the error of the first failing rank, with the traceback of
-        that rank as its cause; :class:`RankHung` after ``timeout`` seconds, :class:`RankDied` if a process ended,
-        :class:`LeakError` if one of ``checks`` (see ``accel_testing.faults.leaks``) found a leak.
+        that rank as its cause; ``RankHung`` after ``timeout`` seconds, ``RankDied`` if a process ended,
+        ``LeakError`` if one of ``checks`` (see ``accel_testing.faults.leaks``) found a leak.
         """
         size = self.size if ranks is None else ranks
         call = Call(dumps((fn, args, kwargs)))
@@ -101,7 +101,7 @@ class RankPool:
         checks: tuple[str, ...] = (),
         variables: Mapping[str, str] | None = None,
     ) -> list[Answer]:
-        """Runs ``work`` on the first ``ranks`` ranks and returns their answers; the basis of :meth:`run`."""
+        """Runs ``work`` on the first ``ranks`` ranks and returns their answers; the basis of ``run``."""
         changed = changed_variables(self._ranks.prepare(ranks), rank_environment(os.environ))
         team = self._team = self._ranks.team(ranks)
         port = free_port()

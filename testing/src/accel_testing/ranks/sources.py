@@ -22,7 +22,7 @@ class Ranks(Protocol):
         """``size`` running ranks, in order."""
 
     def discard(self) -> None:
-        """Ends the ranks; :meth:`team` starts others."""
+        """Ends the ranks; ``team`` starts others."""
 
     def close(self) -> None:
         """Ends all processes."""

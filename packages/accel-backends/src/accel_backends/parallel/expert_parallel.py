@@ -82,7 +82,7 @@ def check_expert_parallel(model: nn.Module, size: int, *, shards: int = 1) -> No
     ``shards`` is the shard degree of each rank's experts.
 
     Raises:
-        PrepareError: as :func:`apply_expert_parallel`; or no dim of the parameters divides into the shards.
+        PrepareError: as ``apply_expert_parallel``; or no dim of the parameters divides into the shards.
     """
     found = find_experts(model)
     if not found:

@@ -37,7 +37,7 @@ class TensorParallelPlan:
 
     @classmethod
     def parse(cls, patterns: Mapping[str, Any], reason: str = "given") -> "TensorParallelPlan":
-        """Plan from patterns to styles: names of styles, :class:`Style` or torch's ``ParallelStyle``.
+        """Plan from patterns to styles: names of styles, ``Style`` or torch's ``ParallelStyle``.
 
         Raises:
             PrepareError: a style that does not exist.

@@ -39,7 +39,7 @@ def context_parallel_attention(context: Context) -> Iterator[None]:
 
     It serves models that call the function themselves. The backward belongs into the context if activations are
     checkpointed, because they are then computed anew; on accelerators, where the backward has a thread of its own,
-    checkpointed models need :func:`apply_context_parallel`.
+    checkpointed models need ``apply_context_parallel``.
 
     Raises:
         BackendError: masks, dropout, ``nn.MultiheadAttention`` (which calls no function that could be replaced), or no
@@ -162,15 +162,15 @@ def _transformers_mask(context: Context) -> Callable[..., torch.Tensor | None]:
 
 
 def check_context_parallel(model: nn.Module, method: str, size: int, *, layers: int = 1) -> None:
-    """Refuses models whose attention :func:`apply_context_parallel` cannot replace; without communication.
+    """Refuses models whose attention ``apply_context_parallel`` cannot replace; without communication.
 
     Args:
-        method: as in :class:`Context`.
+        method: as in ``Context``.
         size: number of ranks that hold shards of a sequence.
         layers: number of tensor-parallel ranks, among which the heads are divided before.
 
     Raises:
-        PrepareError: as :func:`apply_context_parallel`, or ``ulysses`` has heads that the ranks do not divide.
+        PrepareError: as ``apply_context_parallel``, or ``ulysses`` has heads that the ranks do not divide.
     """
     kind, axis = ("sequence", "sp") if method == "ulysses" else ("context", "cp")
     if not hasattr(model, "set_attn_implementation"):

@@ -91,7 +91,7 @@ def check_tensor_parallel(
 
 
 def plan_for(model: nn.Module, size: int, plan: TensorParallelPlan | Mapping[str, Any] | str) -> TensorParallelPlan:
-    """Plan of a model for ``size`` ranks, from what a caller may give; see :func:`apply_tensor_parallel`."""
+    """Plan of a model for ``size`` ranks, from what a caller may give; see ``apply_tensor_parallel``."""
     if isinstance(plan, TensorParallelPlan):
         return plan
     if isinstance(plan, Mapping):

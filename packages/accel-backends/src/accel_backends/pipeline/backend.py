@@ -89,8 +89,9 @@ class PipelineBackend(ModuleBackend):
             self._axes.check(whole)
             self._places(whole)
             if self._mesh.sharding is not None:
-                check_shardable(whole, upcast=upcasts(self.policy))
-        check_optimizers(bundle.optimizers, self._split_parameters(bundle.models))
+                check_shardable(whole, axes=self._mesh.sharded_by, upcast=upcasts(self.policy))
+        axes = self._mesh.sharded_by + (() if self._mesh.tensor is None else ("tp_size",))
+        check_optimizers(bundle.optimizers, self._split_parameters(bundle.models), axes=axes)
         known = {id(parameter) for model in bundle.models for parameter in model.parameters()}
         for optimizer in bundle.optimizers if bundle.models else ():
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -196,6 +197,7 @@ class PipelineBackend(ModuleBackend):
             tied=tied,
             shards=shards,
             sequences=self._axes.inputs,
+            experts=None if self._mesh.experts is None else self._mesh.axis("ep").get_group(),
         )
         made.train(model.training)
         self._models.add(made)
@@ -219,7 +221,7 @@ class PipelineBackend(ModuleBackend):
         }
 
     def _shard(self, whole: CausalLM, plan: TensorParallelPlan, bundle: Bundle) -> StageShards | None:
-        """Shards this rank's stages: tensor parallelism, then data-parallel ranks; rebinds the optimizers."""
+        """Shards this rank's stages: tensor parallelism, then ranks with other tokens; rebinds the optimizers."""
         model = whole.model
         before = named_parameters(model)
         self._axes.apply(model, self.device, lambda tensors: None, plan, called=False)
@@ -227,7 +229,12 @@ class PipelineBackend(ModuleBackend):
         if self._mesh.sharding is not None and self._mesh.data is not None:
             experts = [model.get_submodule(name) for name in self._axes.experts(model)]
             shards = StageShards(
-                whole, self._mesh.sharding, self._mesh.data, experts=experts, expert_mesh=self._mesh.experts
+                whole,
+                self._mesh.sharding,
+                self._mesh.data,
+                axes=self._mesh.sharded_by,
+                experts=experts,
+                expert_mesh=self._mesh.experts,
             )
         after = named_parameters(model)
         for optimizer in bundle.optimizers:

@@ -61,8 +61,8 @@ class PipelineParallelConfig(BackendConfig):
         """Returns these options; without a degree, all ranks are one pipeline.
 
         Raises:
-            ConfigError: a number of micro-batches with which the schedule does not run; ``loss_fn`` with shards of
-                sequences.
+            ConfigError: a number of micro-batches with which the schedule does not run; a schedule with several stages
+                on each rank before torch 2.11; ``loss_fn`` with shards of sequences.
             TopologyError: the product of the degrees is not the number of processes.
         """
         degrees = facts.parallelism

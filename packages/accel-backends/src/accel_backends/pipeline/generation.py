@@ -8,6 +8,9 @@ import torch
 
 from accel_state.errors import BackendError
 
+AnyRank = Callable[[bool], bool]
+"""Logical or of a value over the ranks whose prompts are decoded together with those of this one."""
+
 NextTokens = Callable[[Mapping[str, Any]], torch.Tensor]
 """Function from the arguments of a model to the most probable token behind each sample, on every rank."""
 
@@ -80,6 +83,8 @@ def decode_greedily(
     tokens: torch.Tensor,
     mask: torch.Tensor | None,
     decoding: Decoding,
+    *,
+    any_rank: AnyRank = bool,
 ) -> torch.Tensor:
     """Appends the most probable token to each sample until all have ended, or there are enough new tokens.
 
@@ -91,6 +96,7 @@ def decode_greedily(
         tokens: prompts, of shape (samples, tokens), padded on the left.
         mask: 0 where a prompt is padding; None: nowhere.
         decoding: options.
+        any_rank: ranks that decode together compute until all of them have their tokens; default: this rank alone.
 
     Returns:
         Prompts with their new tokens, of shape (samples, tokens + new tokens).
@@ -98,14 +104,16 @@ def decode_greedily(
     mask = torch.ones_like(tokens) if mask is None else mask
     ends = torch.tensor(decoding.ends, dtype=tokens.dtype, device=tokens.device)
     open_ = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    for _ in range(decoding.num_tokens):
+    left = decoding.num_tokens
+    while any_rank(left > 0):
         given = {"input_ids": tokens, "attention_mask": mask}
         if "position_ids" in names:
             given["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
         new = next_tokens(given).to(tokens).masked_fill(~open_, decoding.padding)
+        if left == 0:
+            continue
         tokens = torch.cat([tokens, new[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         open_ = open_ & ~torch.isin(new, ends)
-        if not bool(open_.any()):
-            break
+        left = left - 1 if bool(open_.any()) else 0
     return tokens

@@ -21,12 +21,20 @@ class HeldGradients:
         parameters: trained parameters of this rank.
         scale: factor of the losses in the schedule, which the gradients carry.
         on_added: called when the gradients have been added to those of the parameters.
+        check: called with the gradient of the loss before that; raises if gradients cannot be multiplied by it.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], *, scale: float, on_added: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        scale: float,
+        on_added: Callable[[], None],
+        check: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         self._parameters = list(parameters)
         self._held: list[torch.Tensor | None] | None = None
-        self._scale, self._on_added = scale, on_added
+        self._scale, self._on_added, self._check = scale, on_added, check
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -60,6 +68,8 @@ class HeldGradients:
                 "a second backward of a loss whose gradients a pipeline computed in the forward; nearest: call the "
                 "model again, or add the losses up and call backward once"
             )
+        if self._check is not None:
+            self._check(factor)
         held, self._held = self._held, None
         factor = factor / self._scale
         for parameter, gradient in zip(self._parameters, held, strict=True):

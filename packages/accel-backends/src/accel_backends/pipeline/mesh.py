@@ -27,6 +27,7 @@ class StageMesh:
 
     Attributes:
         pipeline: ranks of this rank's pipeline, in the order of their first stages.
+        sharded_by: degrees of the axes that shard stages, as "cp_size"; empty: none.
         every: axes over the ranks that share this rank's stages; None: no other rank has them.
         sharding: axes over which parameters are sharded, the last one shards; None: they are not sharded.
         tensor: the tensor-parallel axis; None without it.
@@ -50,6 +51,7 @@ class StageMesh:
             "dp_shard": prod(map(degrees.size, _SHARDING)),
             "tp": degrees.size("tp"),
         }
+        self.sharded_by = tuple(f"{axis}_size" for axis in _SHARDING if degrees.size(axis) > 1)
         joined = any(degrees.size(axis) > 1 for axis in _SHARDING[1:])
         self._whole = _joined(built, sizes) if joined else built
         mesh = cast(Any, self._whole)

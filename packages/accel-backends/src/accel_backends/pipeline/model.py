@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from math import gcd
 from typing import Any, cast, final
 
 import torch
@@ -29,6 +31,7 @@ from accel_backends.pipeline.micro_batches import (
 )
 from accel_backends.pipeline.output import PipelineOutput, joined_outputs, sent_to_all
 from accel_precision.scaler import LossScaler
+from accel_state.collectives.objects import agree
 from accel_state.errors import BackendError
 
 
@@ -60,6 +63,8 @@ class PipelinedModel(nn.Module):
         tied: weight of the first and the last stage; None if this rank has none of another rank.
         shards: sharding of the stages over ranks that compute on other tokens; None: parameters are full.
         sequences: sharding of sequences by context or sequence parallelism; None: they are full.
+        experts: ranks among which the experts of this rank's stages are divided, and which therefore compute equally
+            many micro-batches; None: experts are not divided.
         reduced: whether the next backward averages gradients over replicas of the pipeline.
         unreduced: whether a backward has added gradients that are not averaged yet.
     """
@@ -74,10 +79,12 @@ class PipelinedModel(nn.Module):
         tied: TiedWeight | None,
         shards: StageShards | None = None,
         sequences: SequenceInputs | None = None,
+        experts: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.pipeline, self.tied, self.shards, self.sequences = pipeline, tied, shards, sequences
+        self.experts = experts
         self.reduced, self.unreduced = True, False
         self._config, self._loss_scale = config, loss_scale
         self.__dict__[WRAPS] = "module"
@@ -93,7 +100,7 @@ class PipelinedModel(nn.Module):
         Collective: every rank of the group must call this.
         """
         given = named_arguments(self.module, args, kwargs)
-        training = torch.is_grad_enabled() and (self._config.loss_fn is not None or "labels" in given)
+        training = torch.is_grad_enabled() and (self._config.loss_fn is not None or self._has_labels(given))
         if torch.is_grad_enabled() and self.training and not training:
             raise BackendError(
                 f"{type(self.module).__name__} was called in training without labels; the backward of a pipeline runs "
@@ -117,8 +124,10 @@ class PipelinedModel(nn.Module):
         try:
             parts, weights, shape = self._divided(given)
         except Exception as error:
-            with self._gathered():
+            with self._gathered() if self.experts is None else nullcontext():
                 self.pipeline.fail(error)
+        if self.experts is not None:  # otherwise its stages would wait for tokens of a rank that cannot run its batch
+            self.pipeline.agree()
         loss_fn = self._config.loss_fn
         scale = 1.0 if self._loss_scale is None else self._loss_scale.current
         losses: dict[int, torch.Tensor] = {}
@@ -136,7 +145,8 @@ class PipelinedModel(nn.Module):
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         else:
             trained = self.shards.trained_parameters
-        held = HeldGradients(trained, scale=scale, on_added=self._note_added)
+        check = None if self.experts is None else self._check_factor
+        held = HeldGradients(trained, scale=scale, on_added=self._note_added, check=check)
         with held.collect(), self._gathered():
             self.pipeline.run(Feed(self._inputs(parts), shape, finish), backward=True)
             self._sum_tied()
@@ -146,9 +156,9 @@ class PipelinedModel(nn.Module):
     def _evaluated(self, given: Mapping[str, Any]) -> PipelineOutput:
         plan = self.pipeline.plan
         with self._gathered():
-            parts, outputs = self._outputs(given)
+            parts, outputs = self._outputs(*self._divided_evenly(given))
         fields: dict[str, Any] = {}
-        if "labels" in given and self._config.loss_fn is None:
+        if self._has_labels(given) and self._config.loss_fn is None:
             weights = token_weights(parts)
             losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
             fields["loss"] = self._total(losses)
@@ -159,16 +169,51 @@ class PipelinedModel(nn.Module):
         fields.update(sent_to_all(own, plan.last_rank, plan.group, plan.device) if everywhere else own)
         return PipelineOutput(fields)
 
-    def _outputs(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+    def _check_factor(self, factor: torch.Tensor) -> None:
+        """Refuses a gradient of the loss that differs among the ranks whose tokens the experts have computed.
+
+        The gradients of experts are sums over tokens of all of these ranks.
+
+        Raises:
+            BackendError: names the range of these gradients.
+            CollectiveError: the same on other ranks.
+        """
+        bounds = torch.stack([factor, -factor]).to(factor.dtype if factor.device.type == "mps" else torch.float64)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.experts)
+        most, negated = bounds.tolist()
+        error = BackendError(
+            f"losses are multiplied by {-negated:g} to {most:g} on ranks among which experts are divided, whose "
+            "gradients the pipeline has summed over these ranks in the call; nearest: model(**batch, "
+            "num_items_in_batch=1), whose loss is a sum, and accelerator.backward(loss, weight=tokens)"
+        )
+        self.pipeline.agree(None if most == -negated else error)
+
+    def _divided_evenly(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+        """This rank's tokens of a batch to evaluate, and the number of its micro-batches.
+
+        Ranks among which experts are divided have the same number, which divides the batches of all of them.
+        """
+        error, samples = None, 0
+        try:
+            given = self._own_tokens(given)
+            samples, _ = batch_shape(given)
+        except Exception as raised:
+            if self.experts is None:
+                raise
+            error = raised
+        if self.experts is not None:
+            samples = gcd(*(one or 0 for one in agree(error, group=self.experts, note=samples)))
+        plan = self.pipeline.plan
+        ranks = dist.get_world_size(plan.group)
+        return given, largest_divisor(samples, self._num_microbatches, plan.kind, ranks)
+
+    def _outputs(self, given: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]], dict[int, Any]]:
         """Runs the forwards with parameters that are gathered; returns the micro-batches, and the outputs by number.
 
         The rank of the last stage has the outputs.
         """
-        given = self._own_tokens(given)
         samples, tokens = batch_shape(given)
         plan = self.pipeline.plan
-        ranks = dist.get_world_size(plan.group)
-        count = largest_divisor(samples, self._num_microbatches, plan.kind, ranks)
         parts = split_batch(given, samples, count)
         outputs: dict[int, Any] = {}
 
@@ -214,11 +259,23 @@ class PipelinedModel(nn.Module):
             )
         decoding = Decoding.of(self.module, max_new_tokens, options)
         with self._gathered():  # once, because data-parallel ranks may generate different numbers of tokens
-            return decode_greedily(self._next_tokens, self._own_names, input_ids, attention_mask, decoding)
+            _, count = self._divided_evenly({"input_ids": input_ids})
+            next_tokens = partial(self._next_tokens, count)
+            return decode_greedily(
+                next_tokens, self._own_names, input_ids, attention_mask, decoding, any_rank=self._any_expert_rank
+            )
 
-    def _next_tokens(self, given: Mapping[str, Any]) -> torch.Tensor:
+    def _any_expert_rank(self, value: bool) -> bool:
+        """Whether the value is true on any rank whose experts compute tokens of this one."""
+        if self.experts is None:
+            return value
+        found = torch.tensor(int(value), device=self.pipeline.plan.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.experts)
+        return bool(found)
+
+    def _next_tokens(self, count: int, given: Mapping[str, Any]) -> torch.Tensor:
         plan = self.pipeline.plan
-        parts, outputs = self._outputs(given)
+        parts, outputs = self._outputs(given, count)
         if plan.has_last:
             found = torch.cat([outputs[number].logits[:, -1].argmax(-1) for number in range(len(parts))])
         else:
@@ -233,6 +290,10 @@ class PipelinedModel(nn.Module):
     def _own_tokens(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's shard of the arguments of a call."""
         return given if self.sequences is None else self.sequences.sharded(given)
+
+    def _has_labels(self, given: Mapping[str, Any]) -> bool:
+        """Whether the model computes a loss; ``sequences`` give it the shifted labels of shards as labels, too."""
+        return "labels" in given or (self.sequences is not None and "shift_labels" in given)
 
     @property
     def _num_microbatches(self) -> int:

@@ -7,27 +7,34 @@ from torch import nn
 from accel_backends.parallel.pipeline.shards import check_optimizers, check_shardable
 from accel_state.errors import PrepareError
 
+AXES = ("ep_size", "cp_size")
+
 
 def test_a_parameter_without_dimension_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(PrepareError, match=r"scale of Linear has no dimension to shard; nearest: .*dp_replicate_size"):
-        check_shardable(model, upcast=False)
+    with pytest.raises(
+        PrepareError, match=r"scale of Linear has no dimension to shard; nearest: .*instead of ep_size and cp_size$"
+    ):
+        check_shardable(model, axes=AXES, upcast=False)
 
 
 def test_trained_parameters_have_one_dtype() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    with pytest.raises(PrepareError, match=r"0.weight is fp32, 1.weight is bf16; nearest: model.to"):
-        check_shardable(model, upcast=False)
-    check_shardable(model, upcast=True)
+    with pytest.raises(
+        PrepareError,
+        match=r"stages that ep_size and cp_size shard .*0.weight is fp32, 1.weight is bf16; nearest: model.to",
+    ):
+        check_shardable(model, axes=AXES, upcast=False)
+    check_shardable(model, axes=AXES, upcast=True)
     model[1].requires_grad_(False)
-    check_shardable(model, upcast=False)
+    check_shardable(model, axes=AXES, upcast=False)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.Adafactor, r"Adafactor looks at full parameters, .*dp_shard_size and tp_size.*nearest: AdamW"),
+        (torch.optim.Adafactor, r"Adafactor looks at full parameters, .*of which ep_size and cp_size .*nearest: AdamW"),
         (lambda own: torch.optim.SGD(own, fused=True), r"SGD\(fused=True\): torch has no fused step .*foreach=True"),
     ],
 )
@@ -35,8 +42,8 @@ def test_optimizers_that_cannot_step_on_shards_are_refused(make, words: str) -> 
     model = nn.Linear(2, 2)
     optimizer = make(model.parameters())
     with pytest.raises(PrepareError, match=words):
-        check_optimizers([optimizer], {id(one): one for one in model.parameters()})
-    check_optimizers([optimizer], {})
+        check_optimizers([optimizer], {id(one): one for one in model.parameters()}, axes=AXES)
+    check_optimizers([optimizer], {}, axes=AXES)
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
@@ -44,4 +51,4 @@ def test_a_state_of_another_shape_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight]["exp_avg"] = torch.zeros(4)
     with pytest.raises(PrepareError, match=r"AdamW holds exp_avg of shape \(4,\) for a parameter of shape \(2, 2\)"):
-        check_optimizers([optimizer], {id(model.weight): model.weight})
+        check_optimizers([optimizer], {id(model.weight): model.weight}, axes=AXES)

@@ -47,7 +47,7 @@ def dispatch_model(  # noqa: PLR0913  (the signature that users know)
     map or else the CPU; their weights are there only while they do, and the next ones are read meanwhile. Offloaded
     weights come from ``state_dict`` or ``offload_index``, or else from the model, and what is on disk is written to
     ``offload_dir``; what has no memory in the model is read from there. ``resident_bytes`` bounds the offloaded weights
-    that are in memory at a time (default: see :class:`Prefetcher`).
+    that are in memory at a time (default: see ``Prefetcher``).
 
     A map with one device moves the model there, without hooks unless ``force_hooks``. The map becomes
     ``model.hf_device_map``.

@@ -38,12 +38,12 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
     mapped: bool = False,
     activations: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Loads a checkpoint into a model (built under :func:`init_empty_weights`, say) and dispatches it by a map.
+    """Loads a checkpoint into a model (built under ``init_empty_weights``, say) and dispatches it by a map.
 
     ``device_map`` is a map or the way to infer one: "auto" and "balanced" use all accelerators evenly,
     "balanced_low_0" leaves device 0 as empty as it can, "sequential" fills them in turn. Without a map the model is
-    loaded and returned without hooks. For the other arguments see :func:`load_checkpoint_in_model`,
-    :func:`infer_auto_device_map` and :func:`dispatch_model`.
+    loaded and returned without hooks. For the other arguments see ``load_checkpoint_in_model``,
+    ``infer_auto_device_map`` and ``dispatch_model``.
 
     ``activations`` is for an inferred map only.
 
@@ -116,7 +116,7 @@ def automatic_map(
     offload_buffers: bool = False,
     activations: Mapping[str, int] | None = None,
 ) -> Mapping[str, DeviceName]:
-    """The map that one of the words of :data:`AUTOMATIC` means for a model."""
+    """The map that one of the words of ``AUTOMATIC`` means for a model."""
     if way not in AUTOMATIC:
         raise ValueError(
             "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'; "

@@ -27,7 +27,7 @@ def cpu_offload(
     """Keeps all weights in host memory, and each on ``execution_device`` only while its module computes.
 
     ``execution_device`` defaults to that of the first parameter, ``state_dict`` (weights in host memory) to the
-    model's own, ``resident_bytes`` to what :class:`Prefetcher` says.
+    model's own, ``resident_bytes`` to what ``Prefetcher`` says.
     """
     if state_dict is None:
         state_dict = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
@@ -48,7 +48,7 @@ def disk_offload(
 
     The weights that the model has are written to ``offload_dir`` unless they are there already; those of tensors on the
     meta device must be there. ``execution_device`` defaults to that of the first parameter, ``resident_bytes`` to what
-    :class:`Prefetcher` says.
+    ``Prefetcher`` says.
 
     Raises:
         CheckpointMismatchError: the folder has weights of another model, or lacks some.

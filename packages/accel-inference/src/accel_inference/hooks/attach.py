@@ -42,7 +42,7 @@ def attach_align_device_hook(  # noqa: PLR0913  (the signature that users know)
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Adds an :class:`AlignDevicesHook` to each module below that holds tensors of its own.
+    """Adds an ``AlignDevicesHook`` to each module below that holds tensors of its own.
 
     A module of ``preload_module_classes`` gets one for all tensors below it, because it uses weights of its children
     without calling them.

@@ -16,7 +16,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)([Bb]?)", re.IGNORECASE)
 
 
 def dtype_byte_size(dtype: "torch.dtype | CustomDtype | str") -> float:
-    """Bytes that an element of ``dtype`` takes: 1/8 for bool, fractions for the dtypes of :class:`CustomDtype`.
+    """Bytes that an element of ``dtype`` takes: 1/8 for bool, fractions for the dtypes of ``CustomDtype``.
 
     Raises:
         ValueError: ``dtype`` is neither a dtype of torch nor a custom one.

@@ -48,7 +48,7 @@ def infer_auto_device_map(  # noqa: PLR0913  (the signature that users know)
     A module that has no room on the device in turn is divided into its children, or, if it is a leaf or of a class of
     ``no_split_module_classes``, goes to the next device; devices are never returned to. The first accelerator and the
     host keep room for the largest layer, which is loaded there when a module of the host or the disk computes. Tied
-    parameters go to one device. A tensor takes the bytes that :func:`compute_module_sizes` says for ``dtype`` and
+    parameters go to one device. A tensor takes the bytes that ``compute_module_sizes`` says for ``dtype`` and
     ``special_dtypes``; the disk takes any number.
 
     ``activations``: for each module by name, the bytes beside weights that are live while it computes, as

@@ -82,7 +82,7 @@ def get_balanced_memory(
     *,
     activations: int = 0,
 ) -> Budgets:
-    """Budgets with which :func:`infer_auto_device_map` uses all accelerators evenly instead of filling them in turn.
+    """Budgets with which ``infer_auto_device_map`` uses all accelerators evenly instead of filling them in turn.
 
     Each accelerator but the last gets an even share and a margin for blocks that cannot be divided; no budget grows.
     ``low_zero`` leaves device 0 as empty as the others permit, for what ``generate`` keeps there. ``activations``:

@@ -1,7 +1,7 @@
 """Prefetching of offloaded weights: the blocks that compute next are read while the present one computes.
 
 A block is the weights of one module. ``acquire`` returns them, in memory of the execution device, and ``release`` ends
-their use. A reader thread reads the segments of the blocks that :class:`BlockOrder` predicts; a block whose prediction
+their use. A reader thread reads the segments of the blocks that ``BlockOrder`` predicts; a block whose prediction
 was wrong is read by the caller, so that a wrong prediction costs time and never the result. Resident weights take at
 most the budget, beside what the present block needs. The segment whose next use is farthest is dropped first: of a
 model that does not fit, as much as fits stays resident from one forward to the next.

@@ -22,7 +22,7 @@ PathLike = str | os.PathLike[str]
 
 
 def checkpoint_weights(checkpoint: PathLike) -> dict[str, Weight]:
-    """Weights of a checkpoint by name: of files (see :func:`checkpoint_files`), or of a folder that save_state wrote.
+    """Weights of a checkpoint by name: of files (see ``checkpoint_files``), or of a folder that save_state wrote.
 
     Raises:
         ValueError: there is no such checkpoint, or the folder has several.

@@ -45,7 +45,7 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
     *,
     mapped: bool = False,
 ) -> None:
-    """Reads a checkpoint (see :func:`checkpoint_files`) into a model, whose parameters may be on the meta device.
+    """Reads a checkpoint (see ``checkpoint_files``) into a model, whose parameters may be on the meta device.
 
     Names and shapes are compared before anything is read; then each weight is read on its own, so that no second copy
     of the model exists at any time (``offload_state_dict`` has nothing to add to that). Weights on "disk" are not read:
@@ -55,7 +55,7 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
     Weights have ``dtype`` or that of the checkpoint; ``keep_in_fp32_modules`` names modules that stay float32. Names
     that only one side has are logged, or with ``strict`` refused.
 
-    With ``mapped`` the weights on the CPU are pages of the safetensors files (see :class:`MappedFiles`): nothing is
+    With ``mapped`` the weights on the CPU are pages of the safetensors files (see ``MappedFiles``): nothing is
     read or copied now. The files must stay as they are while the model lives. Files of torch's zip format are mapped
     in any case.
 
@@ -100,7 +100,7 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     mapped: bool = False,
     besides: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Does what :func:`load_checkpoint_in_model` says with weights by name; the caller loads those in ``besides``.
+    """Does what ``load_checkpoint_in_model`` says with weights by name; the caller loads those in ``besides``.
 
     Returns the entries of the weights on disk: the index of the folder may have others, or have them no more when
     another process has loaded another checkpoint.

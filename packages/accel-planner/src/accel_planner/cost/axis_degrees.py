@@ -23,7 +23,7 @@ _TOGETHER = (
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisDegrees:
-    """One degree for each axis of :data:`AXES`."""
+    """One degree for each axis of ``AXES``."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -107,12 +107,12 @@ def axis_degrees(
 def _sequence_degrees(shape: TransformerShape, ranks: int, length: int, tp: int) -> Iterator[tuple[int, int]]:
     """Degrees of context and sequence parallelism, of which one is 1.
 
-    Context parallelism gives each rank two parts of a sequence, and sequence parallelism equally many heads.
+    Context parallelism gives each rank two equal parts of a sequence, sequence parallelism one, and equally many heads.
     """
     for size in divisors(ranks):
         if size == 1 or length % (2 * size) == 0:
             yield size, 1
-        if size > 1 and shape.heads % (size * tp) == 0:
+        if size > 1 and length % size == 0 and shape.heads % (size * tp) == 0:
             yield 1, size
 
 

@@ -7,6 +7,7 @@ gated feed-forward layers saves (Korthikanti et al. 2022, without dropout).
 """
 
 from dataclasses import dataclass
+from math import lcm
 from typing import final
 
 from accel_planner.cost.axis_degrees import AxisDegrees
@@ -242,7 +243,7 @@ def _traffic(
     def sharding(size: int, ranks: int) -> int:
         return gathers * ring(size * ranks * COMPUTED, ranks) + reductions * ring(size * ranks * STORED, ranks)
 
-    # Keys and values of sequence-parallel ranks are repeated until each rank has equally many heads.
+    # Heads of keys and values are repeated, each as often, until the sequence-parallel ranks divide them.
     exchanged = 2 * shape.queries // degrees.tp + 2 * _repeated(shape, degrees) * shape.head_size
     sent = {
         # two all-reduces in each forward of a block and two in its backward
@@ -263,8 +264,7 @@ def _traffic(
 
 def _repeated(shape: TransformerShape, degrees: AxisDegrees) -> int:
     """Heads of keys that a tensor-parallel rank's attention exchanges over the sequence-parallel ranks."""
-    heads = -(-shape.groups // degrees.tp)
-    return -(-heads // degrees.sp) * degrees.sp
+    return lcm(-(-shape.groups // degrees.tp), degrees.sp)
 
 
 def _seconds(axis: str, size: int, degrees: AxisDegrees, hardware: Hardware) -> float:

@@ -128,6 +128,7 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
     numel = sum(parameter.numel for parameter in trained)
     width = max((parameter.dtype.itemsize for parameter in trained), default=MASTER.itemsize)
     wide = max(width, MASTER.itemsize)  # gradients are reduced in fp32, and from stage 2 on accumulated in fp32
+    halves = width < wide
     bucket = min(BUCKET, numel + numel % 2)
     copies = hardware.kind == "cpu" and ranks > 1  # gloo's collectives copy their buffers
     if stage == 3:
@@ -143,10 +144,12 @@ def _sizes(profile: ModelProfile, optimizer: OptimizerFacts, hardware: Hardware,
         part = padded // ranks
         frozen = sum(parameter.nbytes for parameter in held if not parameter.trainable)
         parameters, gathered = padded * width + frozen, 0
-        bucket_width = width if stage == 1 and not offload else wide
-        gradients = numel * bucket_width if stage == 1 else _kept(trained, part, ranks, halves=width < wide)
-        reserved = gradients if stage == 2 and offload else 0
-        reduced = (bucket * wide if copies or width < wide else 0) + (part * wide if width < wide else 0)
+        bucket_width = wide if stage == 1 and offload else width
+        gradients = numel * bucket_width if stage == 1 else _kept(trained, part, ranks, halves=halves)
+        reserved = gradients if stage == 2 and offload and not halves else 0
+        reduced = (bucket * wide if copies or halves else 0) + (part * wide if halves else 0)
+        if stage == 2 and halves:  # made by the first reduction of a window, and dropped by the step
+            reduced += gradients
     fed = part * MASTER.itemsize if offload else 0
     shared = stage < 3 and width == MASTER.itemsize and not offload
     copied = 0 if shared else part * MASTER.itemsize

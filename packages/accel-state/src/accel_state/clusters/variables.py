@@ -24,7 +24,7 @@ def read_int(env: Mapping[str, str], name: str) -> int | None:
 
 
 def need_int(env: Mapping[str, str], name: str, *, because: str) -> int:
-    """Like :func:`read_int`, but raises TopologyError if ``name`` is unset although ``because`` is set."""
+    """Like ``read_int``, but raises TopologyError if ``name`` is unset although ``because`` is set."""
     value = read_int(env, name)
     if value is None:
         raise TopologyError(f"{because}={env.get(because)!r} is set but {name} is not; set both or neither")

@@ -131,7 +131,7 @@ def broadcast(
     """Overwrites every leaf of ``tensor`` in place by that of rank ``from_process`` of the group.
 
     Collective: every rank of the group must call this. Returns ``tensor`` itself. One collective moves all leaves of a
-    device. Raises as :func:`gather` does.
+    device. Raises as ``gather`` does.
     """
     group = resolve(group)
     if group is None:

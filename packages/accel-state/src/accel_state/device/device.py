@@ -88,7 +88,7 @@ class Device:
 
     @property
     def kind(self) -> DeviceKind:
-        """Row of :data:`DEVICE_KINDS` for this device's type."""
+        """Row of ``DEVICE_KINDS`` for this device's type."""
         return DEVICE_KINDS[self.type]
 
     @property
@@ -189,7 +189,7 @@ class Device:
         return kind.functions.rng_state(kind, self.index)
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Restores a state that :meth:`rng_state` returned on a device of the same type."""
+        """Restores a state that ``rng_state`` returned on a device of the same type."""
         kind = self.kind
         kind.functions.set_rng_state(kind, self.index, state)
 
@@ -207,7 +207,7 @@ def count_devices(type_: str) -> int:
     """Returns the number of visible devices of this type; 0 if their driver or torch plugin is missing.
 
     Raises:
-        ConfigError: ``type_`` is not in :data:`DEVICE_KINDS`.
+        ConfigError: ``type_`` is not in ``DEVICE_KINDS``.
     """
     if type_ not in DEVICE_KINDS:
         raise ConfigError(f"unknown device type {type_!r}; known: {', '.join(DEVICE_KINDS)}")

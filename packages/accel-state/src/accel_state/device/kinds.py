@@ -23,7 +23,7 @@ _TORCH, _VENDOR = DeviceFunctions(), VendorFunctions()
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """Facts about a device type; one row of :data:`DEVICE_KINDS`.
+    """Facts about a device type; one row of ``DEVICE_KINDS``.
 
     Attributes:
         collective: torch.distributed backend for tensors on the device.

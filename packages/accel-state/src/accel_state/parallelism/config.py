@@ -100,7 +100,7 @@ class ParallelismConfig:
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {type(handler).__name__}")
 
     def size(self, axis: str) -> int:
-        """Returns the degree of one of the axes of :data:`MESH_AXES`."""
+        """Returns the degree of one of the axes of ``MESH_AXES``."""
         if axis not in MESH_AXES:
             hint = did_you_mean(axis, MESH_AXES)
             raise ConfigError(f"no mesh axis {axis!r}; known: {', '.join(MESH_AXES)}{hint}")
@@ -166,7 +166,7 @@ class ParallelismConfig:
         """Returns the coordinate of ``rank`` along every axis of the mesh, including axes of size 1.
 
         Raises:
-            TopologyError: ``rank`` is not below :attr:`total_size`.
+            TopologyError: ``rank`` is not below ``total_size``.
         """
         if not 0 <= rank < self.total_size:
             raise TopologyError(f"rank={rank} is outside the mesh of {self.total_size} processes")
@@ -176,7 +176,7 @@ class ParallelismConfig:
         return place
 
     def build_device_mesh(self, device_type: str) -> "DeviceMesh | None":
-        """Builds a mesh over all processes with one axis per degree above 1, outermost first as in :data:`MESH_AXES`.
+        """Builds a mesh over all processes with one axis per degree above 1, outermost first as in ``MESH_AXES``.
 
         Collective: every rank of the group must call this. Also creates the flattened submeshes "dp", "dp_shard_cp" and
         "dp_cp" if they have axes. Returns None if no degree is above 1, or if DeepSpeed builds the groups.
@@ -197,7 +197,7 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":
-        """Returns the mesh of :meth:`build_device_mesh`, built by the first call.
+        """Returns the mesh of ``build_device_mesh``, built by the first call.
 
         Collective: every rank of the group must call this. That holds for the first call.
 
@@ -214,7 +214,7 @@ class ParallelismConfig:
         return mesh
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all fields as JSON values; :meth:`from_json` is the inverse."""
+        """Returns all fields as JSON values; ``from_json`` is the inverse."""
         document: dict[str, Any] = {}
         for entry in fields(self):
             if entry.init:
@@ -224,7 +224,7 @@ class ParallelismConfig:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "ParallelismConfig":
-        """Builds the config from the result of :meth:`to_json`.
+        """Builds the config from the result of ``to_json``.
 
         Raises:
             ConfigError: a key is unknown, or a value is invalid.

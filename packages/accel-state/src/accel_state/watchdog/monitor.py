@@ -136,7 +136,7 @@ class Watchdog:
 
         Raises:
             CollectiveMismatchError: a rank of this machine has entered another operation in its place, or a rank of
-                another machine has done so before the last :meth:`compare`.
+                another machine has done so before the last ``compare``.
         """
         self.record.enter(operation, detail, shared=shared, counted=counted)
         problem = None
@@ -155,7 +155,7 @@ class Watchdog:
             raise CollectiveMismatchError(problem)
 
     def compare_machines(self) -> None:
-        """Enables :meth:`compare` between ranks of several machines, if there are several.
+        """Enables ``compare`` between ranks of several machines, if there are several.
 
         Collective: every rank of the group must call this.
         """

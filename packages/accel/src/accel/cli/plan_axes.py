@@ -115,10 +115,19 @@ def _as_data(
         "hardware": asdict(hardware),
         "batch": asdict(batching),
         "plans": [{**asdict(plan), "name": plan.name, "peak": plan.peak, "fits": plan.peak <= room} for plan in plans],
-        "choice": None
-        if proposal is None
-        else {"name": proposal.plan.name, "degrees": asdict(proposal.plan.degrees), "reasons": list(proposal.reasons)},
+        "choice": None if proposal is None else _choice(proposal),
         "problem": problem,
+    }
+
+
+def _choice(proposal: "AxisProposal") -> dict[str, Any]:
+    plan = proposal.plan
+    return {
+        "name": plan.name,
+        "degrees": asdict(plan.degrees),
+        "checkpointing": plan.checkpointing,
+        "sync_each_batch": plan.sync_each_batch,
+        "reasons": list(proposal.reasons),
     }
 
 

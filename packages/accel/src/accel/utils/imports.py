@@ -1,7 +1,7 @@
 """Probes for optional libraries and device types.
 
 A probe is called like a function. It looks up the package and its metadata without importing, so that a stray folder of
-the same name does not count and the call is cheap. Probes for devices use :mod:`accel_state.device.device`.
+the same name does not count and the call is cheap. Probes for devices use ``accel_state.device.device``.
 """
 
 import os

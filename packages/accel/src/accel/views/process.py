@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ProcessViews(ABC):
-    """Delegates to ``self.session``; see :class:`accel_state.Session` for the meaning of each name."""
+    """Delegates to ``self.session``; see ``accel_state.Session`` for the meaning of each name."""
 
     session: "Session"
 

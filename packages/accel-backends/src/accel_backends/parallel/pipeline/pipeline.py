@@ -94,10 +94,24 @@ class Pipeline:
             for stage in self.stages:
                 stage.feed = stage.faults = None
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Takes the place of ``run`` with ``backward`` on the ranks of a pipeline that cannot run a batch.
+    def agree(self, error: Exception | None = None) -> None:
+        """Raises on every rank if one has an error, or cannot run its batch and calls ``fail``.
 
-        Collective: every rank of the group must call this, those of other replicas of the pipeline ``run`` or this.
+        Collective: every rank of all replicas must call this, or ``fail``.
+
+        Raises:
+            Exception: the error of this rank.
+            CollectiveError: names the other ranks that fail, and their errors.
+        """
+        faults = Faults()
+        if error is not None:
+            faults.note(error, "backward of the loss")
+        faults.agree(self.plan.together)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Takes the place of ``agree``, or of ``run`` with ``backward``, on the ranks that cannot run a batch.
+
+        Collective: every rank of the group must call this, those of other replicas of the pipeline one of the three.
 
         Raises:
             Exception: the error.

@@ -1,6 +1,6 @@
-"""Parameters of pipeline stages, sharded over data-parallel ranks while no batch is computed."""
+"""Parameters of pipeline stages, sharded while no batch is computed over ranks that compute on other tokens."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -46,6 +46,7 @@ class StageShards:
         whole: the model, with the modules of this rank's stages.
         mesh: axes over which parameters are sharded, the last one shards.
         group: ranks of this mesh.
+        axes: degrees of the axes of the run that shard, for errors.
         experts: modules of experts, which are divided among expert-parallel ranks; each is a unit.
         expert_mesh: axes over which these are sharded, the last one shards.
 
@@ -58,6 +59,7 @@ class StageShards:
         mesh: "DeviceMesh",
         group: "ProcessGroup",
         *,
+        axes: Collection[str],
         experts: Sequence[nn.Module] = (),
         expert_mesh: "DeviceMesh | None" = None,
     ) -> None:
@@ -76,7 +78,7 @@ class StageShards:
             fully_shard(unit, mesh=mesh, reshard_after_forward=False, ignored_params=elsewhere)
         self._model, self._group = whole.model, group
         self._units = cast("list[FSDPModule]", [root, *blocks, *divided])
-        joined_units(root)
+        joined_units(self._units, axes)
         with self.gathered():
             pass  # makes the full parameters
 
@@ -116,7 +118,7 @@ class StageShards:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Adds the means over data-parallel ranks of the full gradients to those of the shards.
+        """Adds the means over the ranks of the mesh of the full gradients to those of the shards.
 
         A parameter that any rank has used gets a gradient on all ranks.
 
@@ -134,18 +136,22 @@ class StageShards:
                 yield entry.sharded_param, full
 
 
-def check_shardable(model: nn.Module, *, upcast: bool) -> None:
-    """Refuses parameters that cannot be sharded; ``upcast``: half-precision ones that train become fp32 first.
+def check_shardable(model: nn.Module, *, axes: Collection[str], upcast: bool) -> None:
+    """Refuses parameters that cannot be sharded over ``axes``.
+
+    ``axes``: degrees of the axes of the run that shard. ``upcast``: half-precision parameters that train become fp32
+    first.
 
     Raises:
         PrepareError: a parameter without dimension, or trained parameters of several dtypes.
     """
     first: dict[torch.dtype, str] = {}
+    nearest = f"dp_replicate_size instead of {' and '.join(axes)}"
     for name, parameter in named_parameters(model).items():
         if parameter.dim() == 0:
             raise PrepareError(
                 f"{name} of {type(model).__name__} has no dimension to shard; nearest: nn.Parameter(torch.tensor("
-                "[value])), or dp_replicate_size instead of dp_shard_size"
+                f"[value])), or {nearest}"
             )
         if parameter.requires_grad:
             half = upcast and parameter.dtype.itemsize == 2
@@ -153,13 +159,15 @@ def check_shardable(model: nn.Module, *, upcast: bool) -> None:
     if len(first) > 1:
         listed = ", ".join(f"{name} is {dtype_name(dtype)}" for dtype, name in first.items())
         raise PrepareError(
-            f"parameters that train have several dtypes, and dp_shard_size gathers them together: {listed}; nearest: "
-            "model.to() one dtype, or dp_replicate_size instead of dp_shard_size"
+            f"parameters that train have several dtypes, and stages that {' and '.join(axes)} shard are gathered "
+            f"together: {listed}; nearest: model.to() one dtype, or {nearest}"
         )
 
 
-def check_optimizers(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any]) -> None:
+def check_optimizers(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any], *, axes: Collection[str]) -> None:
     """Refuses optimizers that cannot step on shards; ``sharded``: by id, the parameters that will be sharded.
+
+    ``axes``: degrees of the axes of the run that shard.
 
     Raises:
         PrepareError: an optimizer that looks at full parameters, a fused step that torch has not for shards, or a state
@@ -170,12 +178,12 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any]
         held = [(group, one) for group in optimizer.param_groups for one in group["params"] if id(one) in sharded]
         if held and beyond_elements(optimizer, "fsdp") is not None:
             raise PrepareError(
-                f"{kind} looks at full parameters, of which dp_shard_size and tp_size leave every rank a part; "
-                "nearest: AdamW, or dp_replicate_size"
+                f"{kind} looks at full parameters, of which {' and '.join(axes)} leave every rank a part; nearest: "
+                "AdamW, or dp_replicate_size"
             )
         if isinstance(optimizer, FUSED_ON_FULL) and any(group.get("fused") for group, _ in held):
             raise PrepareError(
-                f"{kind}(fused=True): torch has no fused step of {kind} for the shards of dp_shard_size and tp_size; "
+                f"{kind}(fused=True): torch has no fused step of {kind} for the shards of {' and '.join(axes)}; "
                 "nearest: foreach=True"
             )
         for _, parameter in held:
