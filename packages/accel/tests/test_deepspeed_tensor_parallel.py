@@ -451,7 +451,7 @@ def test_sequences_and_layers_are_not_shared_at_once(rank: int) -> None:
 @pytest.mark.parametrize(
     ("model", "parts", "stage", "words"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 4)), PARTS, 1, "AutoTP found no layer of this Sequential to share"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), PARTS, 1, "AutoTP found no layer of this Sequential to shard"),
         (Within, None, 1, "DeepSpeed cannot prepare this Within: .*Please provide policy"),
         (lambda: Named(nn.Linear(4, 1)), PARTS, 1, r"Named.up.weight of \(1, 4\) leaves nothing of it to rank 1"),
         (lambda: Named(nn.Embedding(4, 4)), PARTS, 1, "is an embedding, of which AutoTP gives each rank some columns"),
