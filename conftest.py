@@ -32,7 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the tests marked slow, run tenth N (0 to 9, or 'today': another one each day) and no other test",
     )
     group.addoption(
-        "--sample", type=int, metavar="N", help="run N tests of each package that run in ranks, and no other test"
+        "--sample",
+        type=int,
+        metavar="N",
+        help="run N tests of each package that run in ranks and are not slow, and no other test",
     )
     group.addoption("--sample-seed", type=int, default=0, metavar="N", help="draw the sample by this number (0)")
 
@@ -91,12 +94,13 @@ def chosen_tenth(value: str | None, day: date) -> str | None:
 
 
 def sampled(items: list[pytest.Item], size: int, seed: int) -> list[pytest.Item]:
-    """Up to ``size`` tests of each package that run in ranks with a group, no two of one test function.
+    """Up to ``size`` tests of each package that run in ranks with a group, none slow, no two of one test function.
 
     Both the functions and the parameters that they run with are drawn.
     """
     chosen: list[pytest.Item] = []
-    of_ranks = [item for item in items if (mark := item.get_closest_marker("ranks")) and mark.kwargs.get("group", True)]
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    of_ranks = [item for item in quick if (mark := item.get_closest_marker("ranks")) and mark.kwargs.get("group", True)]
     for _, of_package in groupby(of_ranks, key=package_of):
         functions: dict[str, pytest.Item] = {}
         for item in sorted(of_package, key=lambda item: draw(item, seed)):

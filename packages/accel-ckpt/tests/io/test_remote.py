@@ -291,8 +291,19 @@ def test_it_is_looked_into_like_any_other(folder: str, tmp_path: Path) -> None:
     assert torch.equal(accel_ckpt.load_model_files(tmp_path)["w"], state(1)["model"]["w"])
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("sizes", [("20KB", "1GB"), ("1GB", "20KB"), ("10KB", "20KB")], ids=str)
+@pytest.mark.parametrize(
+    ("folder", "sizes"),
+    [
+        pytest.param("s3", ("20KB", "1GB")),
+        *(pytest.param("s3", sizes, marks=pytest.mark.slow) for sizes in (("1GB", "20KB"), ("10KB", "20KB"))),
+        *(
+            pytest.param("memory", sizes, marks=pytest.mark.slow)
+            for sizes in (("20KB", "1GB"), ("1GB", "20KB"), ("10KB", "20KB"))
+        ),
+    ],
+    indirect=["folder"],
+    ids=str,
+)
 def test_models_are_exported_to_urls_and_shards_of_earlier_exports_removed(folder: str, sizes: tuple[str, str]) -> None:
     for number, size in enumerate(sizes):
         weight = torch.full((30, 40), float(number))

@@ -71,11 +71,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of memory")
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(name, marks=() if name in ("reshard", "diff") else pytest.mark.slow) for name in COMMANDS],
+    [pytest.param(name, marks=() if name == "reshard" else pytest.mark.slow) for name in COMMANDS],
 )
 def test_memory_holds_few_tensors_at_a_time(tmp_path: Path, command: str) -> None:
     """Of sixteen tensors of 8 MiB, few (one for each thread that looks at them) and what is compared of them."""

@@ -4,9 +4,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_compat.checkpoints.pickles import load
-from accel_compat.checkpoints.sharded import merge_fsdp_weights
+from accel_compat.checkpoints.sharded import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
+from accel_compat.facade.accelerator import CompatAccelerator
+from accel_compat.options.fsdp import CompatFSDPPlugin
+from accel_compat.state.accelerator_state import SharedAcceleratorState
 from accel_state.errors import CheckpointError, CollectiveError
 
 
@@ -47,6 +58,34 @@ def test_a_damaged_shard_is_an_error_on_every_rank(rank, tmp_path):
         dcp.save({"model": {"weight": torch.ones(2, 3)}}, checkpoint_id=folder, no_dist=True)
         next(folder.glob("*.distcp")).unlink()
     expected = CheckpointError if rank == 0 else CollectiveError
-    with pytest.raises(expected, match="cannot be read"):
+    with pytest.raises(expected, match=r"the shards of .* cannot be read: .*No such file") as caught:
         merge_fsdp_weights(folder, tmp_path / "merged", remove_checkpoint_dir=True)
+    assert rank or isinstance(caught.value.__cause__, CheckpointException)
     assert rank or folder.is_dir()
+    SharedAcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.ranks(2)
+def test_models_and_optimizers_with_a_damaged_shard_are_errors_on_every_rank(rank, tmp_path):
+    run, model = tmp_path / "run", nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    accelerator = CompatAccelerator(cpu=True)
+    plugin = CompatFSDPPlugin(state_dict_type="SHARDED_STATE_DICT")
+    save_fsdp_model(plugin, accelerator, model, run)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, run)
+    weight = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    load_fsdp_model(plugin, accelerator, model, run)
+    assert torch.equal(model.weight, weight)
+    if rank == 0:
+        for shard in run.glob("*_0/*.distcp"):
+            shard.unlink()
+    said = r"the shards of .*{} cannot be read: .*No such file"
+    with pytest.raises(CheckpointError, match=said.format("pytorch_model_fsdp_0")) as caught:
+        load_fsdp_model(plugin, accelerator, model, run)
+    assert isinstance(caught.value.__cause__, CheckpointException)
+    with pytest.raises(CheckpointError, match=said.format("optimizer_0")):
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, run)
+    SharedAcceleratorState._reset_state(reset_partial_state=True)

@@ -328,14 +328,22 @@ def test_a_command_of_another_package_runs_as_ours_do(
     assert words in done.stdout + done.stderr
 
 
-def test_a_command_of_accel_testing_says_how_to_install_that(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "package", "folders"),
+    [
+        ("check", "accel-testing", "./packages/* ./testing"),
+        ("plan", "accel", "./packages/*"),
+        ("migrate", "accel-compat", "./packages/*"),
+    ],
+)
+def test_a_command_of_another_package_says_how_to_install_that(
+    command: str, package: str, folders: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With the packages that it builds on, of which a checkout of accel-launch alone has few installed."""
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
-    assert run(["check", "train.py"]) == 2
-    assert "comes with accel-testing, which is not installed here; from a checkout: pip install ./testing" in (
-        capsys.readouterr().err
-    )
+    assert run([command, "train.py"]) == 2
+    said = f"comes with {package}, which is not installed here; from a checkout: pip install {folders}\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_lists_in_nested_facts_are_shown_without_brackets() -> None:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from accel_launch.cli.app import run
-from accel_launch.cli.config import file_text, quoted
+from accel_launch.cli.config import file_text, quoted, replace_file
 from accel_launch.cli.questions import QUESTIONS, ask_all
 from accel_launch.cli.to_fsdp2 import convert
 from accel_launch.config import resolve_config, settings
@@ -255,6 +255,43 @@ def test_update_of_a_file_with_a_mistake_changes_nothing(tmp_path: Path, capsys:
     assert [file.name for file in tmp_path.iterdir()] == ["theirs.yaml"]
 
 
+def test_a_link_stays_and_the_file_behind_it_keeps_its_permissions(tmp_path: Path) -> None:
+    folder, link = tmp_path / "shared", tmp_path / "mine.yaml"
+    folder.mkdir()
+    file = folder / "settings.yaml"
+    link.symlink_to(Path("shared") / file.name)
+    replace_file(link, "seed: 1\n")
+    file.chmod(0o640)
+    replace_file(link, "seed: 2\n")
+    assert link.is_symlink()
+    assert file.read_text() == "seed: 2\n"
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert [one.name for one in folder.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("command", [["to-fsdp2", "--overwrite", "--config_file"], ["config", "update"]])
+def test_what_is_no_regular_file_is_written_to(command: list[str], tmp_path: Path) -> None:
+    source, pipe = tmp_path / "one.yaml", tmp_path / "pipe"
+    source.write_text("fsdp_config: {fsdp_offload_params: true}\n")
+    os.mkfifo(pipe)
+    option = "--output_file" if command[0] == "to-fsdp2" else "--output"
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run([*command, str(source), option, str(pipe)]) == 0
+        assert b"fsdp_offload_params: true\n" in os.read(reader, 4096)
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["one.yaml", "pipe"]
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    for target, reason in ((tmp_path, "Is a directory"), (tmp_path / "absent" / "one.yaml", "No such file")):
+        with pytest.raises(ConfigError, match=f"cannot write {re.escape(str(target))}: {reason}"):
+            replace_file(target, "seed: 1\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---------------------------------------------------------------------------------------------------------- to-fsdp2
 
 
@@ -334,7 +371,9 @@ def test_a_strategy_that_does_not_exist_is_refused() -> None:
         (["--config_file", "one.yaml"], "--output_file PATH, or --overwrite"),
         (["--config_file", "absent.yaml", "--output_file", "x.yaml"], "cannot read absent.yaml"),
         (["--config_file", "one.yaml", "--output_file", "two.yaml"], "two.yaml exists"),
-        (["--config_file", "empty.yaml", "--output_file", "x.yaml"], "is empty"),
+        (["--config_file", "empty.yaml", "--output_file", "x.yaml"], "empty.yaml is empty; expected lines of the form"),
+        (["--config_file", "list.yaml", "--output_file", "x.yaml"], "list.yaml is a list; expected lines of the form"),
+        (["--config_file", "word.json", "--output_file", "x.yaml"], "word.json is the single value 'seed'; expected"),
     ],
 )
 def test_to_fsdp2_refuses_to_guess(
@@ -344,6 +383,8 @@ def test_to_fsdp2_refuses_to_guess(
     for name in ("one.yaml", "two.yaml"):
         Path(name).write_text("fsdp_config: {fsdp_version: 1}\n")
     Path("empty.yaml").write_text("")
+    Path("list.yaml").write_text("- seed\n")
+    Path("word.json").write_text('"seed"')
     assert run(["to-fsdp2", *argv]) == 2
     assert words in capsys.readouterr().err
 

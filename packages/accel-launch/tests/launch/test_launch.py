@@ -288,16 +288,15 @@ def test_the_first_traceback_is_printed_last_and_once(other: str, tmp_path: Path
     assert "accel/launch" not in done.stderr
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("code", "status", "words"),
     [
-        ("raise SystemExit(7)", 7, "exit status 7"),
-        ("sys.exit('in words')", 1, "in words"),
-        ("os._exit(9)", 9, "exit status 9"),
         ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
-        ("import ctypes; ctypes.string_at(0)", 139, "SIGSEGV"),
-        ("x = (", 1, "SyntaxError"),
+        pytest.param("raise SystemExit(7)", 7, "exit status 7", marks=pytest.mark.slow),
+        pytest.param("sys.exit('in words')", 1, "in words", marks=pytest.mark.slow),
+        pytest.param("os._exit(9)", 9, "exit status 9", marks=pytest.mark.slow),
+        pytest.param("import ctypes; ctypes.string_at(0)", 139, "SIGSEGV", marks=pytest.mark.slow),
+        pytest.param("x = (", 1, "SyntaxError", marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_end_is_passed_on(code: str, status: int, words: str, tmp_path: Path) -> None:

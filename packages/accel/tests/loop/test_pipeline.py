@@ -34,13 +34,14 @@ def test_two_stages_with_1f1b(rank, name):
     assert_trains_as_one_process(name, {"pp_size": 2}, {})
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "schedule",
     [
         "gpipe",
-        *(pytest.param(name, marks=NEEDS_2_11) for name in ("interleaved", "interleaved_zero_bubble", "zero_bubble_v")),
+        pytest.param("interleaved", marks=[NEEDS_2_11, pytest.mark.slow]),
+        pytest.param("interleaved_zero_bubble", marks=NEEDS_2_11),
+        pytest.param("zero_bubble_v", marks=[NEEDS_2_11, pytest.mark.slow]),
     ],
 )
 def test_two_stages_or_more_with_other_schedules(rank, schedule):

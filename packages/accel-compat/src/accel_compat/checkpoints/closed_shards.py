@@ -2,7 +2,8 @@
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
@@ -84,12 +85,26 @@ def read_shards(folder: Path) -> dict[str, Any]:
         elif isinstance(one, BytesStorageMetadata):
             flat[name] = None
     planner = _ClosedPlanner()
-    try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a load without a process group
-            load_shards(flat, storage_reader=reader, planner=planner, no_dist=True)
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    # The warning is of a load without a process group.
+    with warnings.catch_warnings(action="ignore", category=UserWarning), failures_as_errors(folder):
+        load_shards(flat, storage_reader=reader, planner=planner, no_dist=True)
     return _nested({**flat, **planner.plain}, facts.planner_data or {})
+
+
+@contextmanager
+def failures_as_errors(folder: Path) -> Iterator[None]:
+    """Raises what torch reports of a load, which is no ``Exception``, as an error of the folder.
+
+    Its text is the first failure's; torch's, with the tracebacks of all ranks, is the cause.
+
+    Raises:
+        CheckpointError: a step of the load failed on a rank.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        first = next((str(one) or type(one).__name__ for one, _ in error.failures.values()), error)
+        raise CheckpointError(f"the shards of {folder} cannot be read: {first}") from error
 
 
 def _nested(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:

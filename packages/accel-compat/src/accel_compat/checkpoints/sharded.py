@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from accel_compat.checkpoints.closed_shards import failures_as_errors
 from accel_compat.checkpoints.files import numbered
 from accel_compat.checkpoints.pickles import load
-from accel_state.errors import CheckpointError
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
@@ -86,7 +85,13 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Loads the weights of a model."""
+    """Loads the weights of a model.
+
+    Collective: every rank of the group must call this.
+
+    Raises:
+        CheckpointError: a shard is missing or damaged, on any rank; or the file of full weights is.
+    """
     options = _options(fsdp_plugin, loading=True)
     state = states.get_model_state_dict(model, options=states.StateDictOptions())
     state = _read(fsdp_plugin, accelerator, state, input_dir, MODEL, "model", model_index)
@@ -103,7 +108,13 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Loads the state of an optimizer."""
+    """Loads the state of an optimizer.
+
+    Collective: every rank of the group must call this.
+
+    Raises:
+        CheckpointError: a shard is missing or damaged, on any rank; or the file of the full state is.
+    """
     inner = getattr(optimizer, "optimizer", optimizer)
     state = states.get_optimizer_state_dict(model, inner, options=states.StateDictOptions())
     state = _read(fsdp_plugin, accelerator, state, input_dir, OPTIMIZER, "optimizer", optimizer_index)
@@ -116,7 +127,9 @@ def _read(plugin: Any, accelerator: Any, state: Any, folder: Any, stem: str, key
     if _is_full(plugin):
         return load(path, map_location="cpu") if accelerator.is_main_process else {}
     held = {key: state}
-    load_shards(held, checkpoint_id=_folder(folder, stem, index))
+    shards = _folder(folder, stem, index)
+    with failures_as_errors(shards):
+        load_shards(held, checkpoint_id=shards)
     return held[key]
 
 
@@ -142,8 +155,6 @@ def merge_fsdp_weights(
     if state.is_main_process:
         try:
             _merge(Path(checkpoint_dir), Path(output_path), safe=safe_serialization, remove=remove_checkpoint_dir)
-        except CheckpointException as caught:  # torch's own, which is no Exception
-            error = CheckpointError(f"the shards of {checkpoint_dir} cannot be read: {caught}")
         except Exception as caught:
             error = caught
     if state.use_distributed:
@@ -165,7 +176,8 @@ def _merge(source: Path, target: Path, *, safe: bool, remove: bool) -> None:
         )
     target.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target) as folder:
-        dcp_to_torch_save(source, Path(folder) / "full.bin")
+        with failures_as_errors(source):
+            dcp_to_torch_save(source, Path(folder) / "full.bin")
         tensors = load(Path(folder) / "full.bin", map_location="cpu")
     tensors = tensors["model"] if list(tensors) == ["model"] else tensors
     save(tensors, target / ("model.safetensors" if safe else "pytorch_model.bin"), safe_serialization=safe)

@@ -52,7 +52,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     Raises:
         FileNotFoundError: the file does not exist.
         FileExistsError: the output exists, and may not be overwritten.
-        ValueError: there is no place to write to.
+        ValueError: there is no place to write to; the file is no mapping of settings; or the output cannot be written.
     """
     config = load_config(args.config_file)
     if args.output_file is None and not args.overwrite:

@@ -131,8 +131,8 @@ def _explain(error: click.UsageError, argv: Sequence[str]) -> str:
         if error.command_name in _ELSEWHERE and error.ctx.command_path == "accel":
             package, _ = _ELSEWHERE[error.command_name]
             missing = f"accel {error.command_name} comes with {package}, which is not installed here"
-            folder = "testing" if package == "accel-testing" else f"packages/{package}"
-            return f"{missing}; from a checkout: pip install ./{folder}"
+            folders = "./packages/*" + " ./testing" * (package == "accel-testing")  # with what the package builds on
+            return f"{missing}; from a checkout: pip install {folders}"
         prefix = f"{error.ctx.command_path} ".removeprefix("accel ")
         return f"unknown command '{prefix}{error.command_name}'; {_hint(error.possibilities, prefix)}"
     return error.format_message()

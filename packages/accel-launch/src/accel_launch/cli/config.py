@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -118,7 +119,7 @@ def update(file: str, output: str | None) -> int:
     """
     known = resolve_config({}, {}, file)
     path, target = Path(file), Path(output or file)
-    if target.exists():
+    if target.is_file():
         replace_file(target.with_name(f"{target.name}.bak"), target.read_text(encoding="utf-8"))
     replace_file(target, file_text(known))
     print(f"wrote {target}" + (f"; what was there is in {target.name}.bak" if target == path else ""))
@@ -136,17 +137,28 @@ def print_schema() -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces a file atomically: readers see the old text or the new one.
+    """Replaces the text of a file atomically: readers see the old text or the new one.
+
+    A link stays a link, and the file that it leads to is replaced, in its folder and with its permissions. What is no
+    regular file, such as ``/dev/stdout`` or a named pipe, is written to directly.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        staged.write_text(text, encoding="utf-8")
-        os.replace(staged, path)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        target = Path(os.path.realpath(path))
+        staged = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            staged.write_text(text, encoding="utf-8")
+            if target.exists():
+                shutil.copymode(target, staged)
+            os.replace(staged, target)
+        finally:
+            staged.unlink(missing_ok=True)
     except OSError as error:
-        staged.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 

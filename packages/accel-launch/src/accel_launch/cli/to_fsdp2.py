@@ -70,7 +70,8 @@ def read_settings(source: Path) -> dict[str, object]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} is no YAML or JSON: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{source} is empty; expected lines of the form 'name: value'")
+        found = "empty" if data is None else "a list" if isinstance(data, list) else f"the single value {data!r}"
+        raise ConfigError(f"{source} is {found}; expected lines of the form 'name: value'")
     return data
 
 

@@ -53,7 +53,7 @@ def _importer() -> Callable[[str, str, str | None, bool], dict[str, Any]]:
     if entry is None:
         raise ConfigError(
             "accel ckpt import comes with accel-compat, which is not installed here; from a checkout: "
-            "pip install ./packages/accel-compat"
+            "pip install ./packages/*"
         )
     try:
         importer: Callable[[str, str, str | None, bool], dict[str, Any]] = entry.load()
