@@ -15,7 +15,7 @@ from accel_precision.policy import PrecisionPolicy
 VOCABULARY, LENGTH, STEPS = 64, 12, 3
 
 
-def make_model(kind: str) -> nn.Module:
+def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -29,7 +29,7 @@ def make_model(kind: str) -> nn.Module:
     if kind == "gpt2":
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config: Any = GPT2Config(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             n_embd=32,
             n_layer=4,
             n_head=4,
@@ -41,7 +41,7 @@ def make_model(kind: str) -> nn.Module:
         model: nn.Module = GPT2LMHeadModel(config)
     else:
         sizes: dict[str, Any] = {
-            "vocab_size": VOCABULARY,
+            "vocab_size": vocabulary,
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_hidden_layers": 4,

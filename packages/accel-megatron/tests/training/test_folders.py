@@ -102,3 +102,19 @@ def test_folders_that_cannot_be_used_are_refused_on_every_rank(rank, tmp_path):
         model, _ = prepared(one, "gpt2")
         with pytest.raises(CheckpointError, match="does not fit the model"):
             load_folder(model, tmp_path, trust_pickle=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{"pp_degree": 2}, {"tp_degree": 2, "mixed_precision": "bf16"}])
+def test_a_folder_with_another_vocabulary_is_refused_on_every_rank(rank, tmp_path, options):
+    from loops import accelerator, make_model
+
+    from accel_megatron import load_folder, save_folder
+    from accel_state.errors import CheckpointError
+
+    with accelerator(**options) as one:
+        save_folder(prepared(one)[0], tmp_path / "saved")
+    with accelerator(**options) as one:
+        model = one.prepare(make_model("llama", vocabulary=72))
+        with pytest.raises(CheckpointError, match=r"does not fit the model: .*64.*72.*word_embeddings"):
+            load_folder(model, tmp_path / "saved", trust_pickle=True)

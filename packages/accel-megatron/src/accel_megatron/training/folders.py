@@ -1,6 +1,5 @@
 """Folders of Megatron-LM's own distributed checkpoints (torch_dist): weights of prepared models, saved and loaded."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +81,7 @@ def load_folder(model: nn.Module, folder: str | Path, *, trust_pickle: bool = Fa
             f"with {_LATEST}"
         )
     agree(problem)
-    wanted = bare(engine.chunk).sharded_state_dict()
-    if engine.in_16_bits:
-        _widen(wanted)
+    wanted = _wanted(engine)
     loaded: dict[str, Any] = {}
     try:
         loaded = dist_checkpointing.load({"model": wanted}, str(place))["model"]
@@ -104,13 +101,21 @@ def latest(folder: Path) -> Path:
     return folder / (f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration)
 
 
-def _widen(wanted: Mapping[str, Any]) -> None:
-    """Makes tensors to load fp32, so that master weights are not rounded."""
+def _wanted(engine: MegatronEngine) -> dict[str, Any]:
+    """Returns the tensors to load, which a folder must have in the same shapes.
+
+    megatron-core itself cuts or pads an embedding that has another number of rows. Floating-point tensors are fp32,
+    so that master weights are not rounded.
+    """
+    wanted: dict[str, Any] = bare(engine.chunk).sharded_state_dict()
     for one in wanted.values():
+        if hasattr(one, "allow_shape_mismatch"):
+            one.allow_shape_mismatch = False
         if isinstance(getattr(one, "data", None), torch.Tensor) and one.data.is_floating_point():
             one.data = one.data.float()
             if hasattr(one, "dtype"):
                 one.dtype = torch.float32
+    return wanted
 
 
 def _engine(model: nn.Module) -> MegatronEngine:
