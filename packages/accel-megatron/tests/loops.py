@@ -1,7 +1,8 @@
 """Tiny models, and one training loop for Megatron-LM and for one process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from accel_precision.policy import PrecisionPolicy
 VOCABULARY, LENGTH, STEPS = 64, 12, 3
 
 
-def make_model(kind: str) -> nn.Module:
+def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -29,7 +30,7 @@ def make_model(kind: str) -> nn.Module:
     if kind == "gpt2":
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config: Any = GPT2Config(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             n_embd=32,
             n_layer=4,
             n_head=4,
@@ -41,7 +42,7 @@ def make_model(kind: str) -> nn.Module:
         model: nn.Module = GPT2LMHeadModel(config)
     else:
         sizes: dict[str, Any] = {
-            "vocab_size": VOCABULARY,
+            "vocab_size": vocabulary,
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_hidden_layers": 4,
@@ -144,6 +145,44 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     return losses
+
+
+def trained(
+    options: dict[str, Any],
+    steps: Iterable[int],
+    *,
+    kind: str = "llama",
+    optimizer: str = "adamw",
+    load: Path | None = None,
+    save: Path | None = None,
+    replica: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Returns the weights after training on samples of ``replica``, from a checkpoint and into one.
+
+    The default is the same samples on all replicas, so that their number does not matter.
+    """
+    with accelerator(**options) as one:
+        source = make_model(kind)
+        model, prepared = one.prepare(source, optimizer_of(source, optimizer))
+        if load is not None:
+            one.load_state(str(load))
+        for step in steps:
+            with one.accumulate(model):
+                one.backward(model(**samples(replica, step)).loss)
+                prepared.step()
+                prepared.zero_grad()
+        if save is not None:
+            one.save_state(str(save))
+        weights: dict[str, torch.Tensor] = one.get_state_dict(model)
+        return weights
+
+
+def reference_gradients(kind: str, replicas: int, *, accumulation: int = 1) -> dict[str, torch.Tensor | None]:
+    """Returns the gradients, in one process, of the first batches of all replicas, by name."""
+    model = make_model(kind)
+    for replica in range(replicas):
+        (model(**samples(replica, 0)).loss / replicas / accumulation).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

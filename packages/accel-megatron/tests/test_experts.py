@@ -118,3 +118,21 @@ def test_expert_parallel_ranks_may_have_sequences_of_other_lengths(rank):
         assert float(loss) == pytest.approx(float(make_model("mixtral")(**batch).loss), abs=1e-5)
         one.backward(loss)
         optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_expert_parallel_ranks_agree_on_micro_batches(rank):
+    import torch
+    from loops import accelerator, make_model, samples
+
+    from accel_state.errors import BackendError
+
+    with accelerator(expert_model_parallel_size=2, num_micro_batches=2) as one:
+        model = one.prepare(make_model("mixtral"))
+        batch = samples(0, 0, count=4 - one.process_index)
+        whose = "a batch of 3 samples" if one.process_index else "an expert-parallel rank has a batch that"
+        with pytest.raises(BackendError, match=f"{whose} does not divide into num_micro_batches=2"):
+            model(**batch)
+        with torch.no_grad():
+            found, expected = model.eval()(**batch), make_model("mixtral").eval()(**batch)
+        assert float(found.loss) == pytest.approx(float(expected.loss), abs=1e-5)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from accel_backends import BackendConfig, Bundle, Capabilities, ModuleBackend, Run
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.fqn import innermost, named_parameters
-from accel_backends.ops.loss_scaling import check_scaled
 from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.architecture import architecture_of
@@ -182,8 +181,7 @@ class MegatronBackend(ModuleBackend):
             raise BackendError("Megatron-LM's optimizers take no closure; compute the loss before step()")
         one = self._engines.of_optimizer(optimizer)
         if self.loss_scale is not None and one.engine.gradients.filled:
-            one.ready()
-            check_scaled(self.loss_scale, one.optimizer, self.owned.names)
+            self.gradients.unscale([optimizer])
         return one.step(self._options.gradient_clipping, self.loss_scale)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:

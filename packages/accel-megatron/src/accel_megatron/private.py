@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import active_children
 from queue import Queue
 
 from torch._C._distributed_c10d import HashStore as HashStore
@@ -21,3 +22,4 @@ def without_writer_process() -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = before
+        active_children()  # collects the writers that have ended, which megatron-core does not do after a failure

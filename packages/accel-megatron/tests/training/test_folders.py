@@ -98,7 +98,72 @@ def test_folders_that_cannot_be_used_are_refused_on_every_rank(rank, tmp_path):
             (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
         one.wait_for_everyone()
         load_folder(model, tmp_path, trust_pickle=True)
+        unreadable = tmp_path / f"x{rank}"
+        unreadable.mkdir()
+        (unreadable / "latest_checkpointed_iteration.txt").write_bytes(b"\xff")
+        with pytest.raises(CheckpointError, match=r"x\d cannot be read: .*can't decode"):
+            load_folder(model, unreadable, trust_pickle=True)
     with accelerator(tp_degree=2) as one:
         model, _ = prepared(one, "gpt2")
         with pytest.raises(CheckpointError, match="does not fit the model"):
             load_folder(model, tmp_path, trust_pickle=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{"pp_degree": 2}, {"tp_degree": 2, "mixed_precision": "bf16"}])
+def test_a_folder_with_another_vocabulary_is_refused_on_every_rank(rank, tmp_path, options):
+    from loops import accelerator, make_model
+
+    from accel_megatron import load_folder, save_folder
+    from accel_state.errors import CheckpointError
+
+    with accelerator(**options) as one:
+        save_folder(prepared(one)[0], tmp_path / "saved")
+    with accelerator(**options) as one:
+        model = one.prepare(make_model("llama", vocabulary=72))
+        with pytest.raises(CheckpointError, match=r"does not fit the model: .*64.*72.*word_embeddings"):
+            load_folder(model, tmp_path / "saved", trust_pickle=True)
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_that_one_rank_cannot_write_is_an_error_on_every_rank(rank, tmp_path):
+    from resource import RLIMIT_FSIZE, getrlimit, setrlimit
+
+    from loops import accelerator
+
+    from accel_megatron import save_folder
+    from accel_state.errors import CheckpointError, CollectiveError
+
+    with accelerator(tp_degree=2) as one:
+        model, _ = prepared(one)
+        before = getrlimit(RLIMIT_FSIZE)
+        if rank == 1:
+            setrlimit(RLIMIT_FSIZE, (2**15, before[1]))
+        try:
+            with pytest.raises((CheckpointError, CollectiveError), match=r"saved cannot be written: .*too large"):
+                save_folder(model, tmp_path / "saved")
+        finally:
+            setrlimit(RLIMIT_FSIZE, before)
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_load_the_iteration_that_rank_0_finds(rank, tmp_path):
+    from loops import accelerator, largest_difference, make_model
+
+    from accel_megatron import load_folder, save_folder
+
+    with accelerator(tp_degree=2) as one:
+        model, _ = prepared(one)
+        save_folder(model, tmp_path / "iter_0000002")
+        own = tmp_path / f"seen by {rank}"  # as if a file system were behind on rank 1
+        own.mkdir()
+        for iteration in (1, 2):
+            (own / f"iter_000000{iteration}").symlink_to(tmp_path / "iter_0000002")
+        (own / "latest_checkpointed_iteration.txt").write_text(str(2 - rank))
+        if rank == 1:
+            (own / "iter_0000001").unlink()
+            (own / "iter_0000001").mkdir()
+            (own / "iter_0000001" / "metadata.json").write_text("{}")
+        model, _ = prepared(one, fresh=True)
+        load_folder(model, own, trust_pickle=True)
+        assert largest_difference(one.get_state_dict(model), make_model("llama").state_dict()) == 0

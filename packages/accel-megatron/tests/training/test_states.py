@@ -16,24 +16,9 @@ LAYOUTS = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("before", "after"), LAYOUTS)
 def test_a_checkpoint_continues_with_other_degrees(rank, tmp_path, before, after):
-    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+    from loops import largest_difference, trained
 
-    def run(options, steps, *, load=False, save=False):
-        with accelerator(**options) as one:
-            source = make_model("llama")
-            model, optimizer = one.prepare(source, optimizer_of(source))
-            if load:
-                one.load_state(str(tmp_path / "saved"))
-            for step in steps:
-                # All replicas train on the same samples, so that their number does not matter.
-                one.backward(model(**samples(0, step)).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            if save:
-                one.save_state(str(tmp_path / "saved"))
-            return one.get_state_dict(model)
-
-    expected = run(before, range(4))
-    run(before, range(2), save=True)
-    continued = run(after, range(2, 4), load=True)
+    expected = trained(before, range(4))
+    trained(before, range(2), save=tmp_path / "saved")
+    continued = trained(after, range(2, 4), load=tmp_path / "saved")
     assert largest_difference(continued, expected) < 1e-4

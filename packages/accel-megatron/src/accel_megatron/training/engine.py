@@ -86,11 +86,14 @@ class MegatronEngine(nn.Module):
                 "a call of a Megatron-LM model in training needs labels, because the schedule computes the backward, "
                 "too; pass labels, or call model.eval()"
             )
-        samples = input_ids.shape[0]
-        count = self.num_micro_batches if samples % self.num_micro_batches == 0 else 1
+        count = self.num_micro_batches if self._divides(input_ids) else 1
         if training and count != self.num_micro_batches:
+            samples = input_ids.shape[0]
+            whose = (
+                "an expert-parallel rank has a batch that" if self._fits(input_ids) else f"a batch of {samples} samples"
+            )
             raise BackendError(
-                f"a batch of {samples} samples does not divide into num_micro_batches={self.num_micro_batches}; make "
+                f"{whose} does not divide into num_micro_batches={self.num_micro_batches}; make "
                 "the batch size a multiple, or use drop_last=True"
             )
         batch = TokenBatch.of(input_ids, attention_mask, labels, position_ids)
@@ -101,6 +104,12 @@ class MegatronEngine(nn.Module):
         loss = self._train(batch, count)
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         return CausalLMOutput(loss=_Scheduled.apply(anchor, loss, self.gradients))  # type: ignore[no-untyped-call]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters, also on a stage that has none that is trained."""
+        device: torch.device = next(self.chunk.parameters()).device
+        return device
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns this rank's weights by megatron-core's names, without master weights that an optimizer has."""
@@ -116,6 +125,21 @@ class MegatronEngine(nn.Module):
                     self.kept[name] = value.detach().float().clone()
         if self.load_masters is not None:
             self.load_masters(weights)
+
+    def _fits(self, ids: torch.Tensor) -> bool:
+        """Whether this rank's batch divides into micro-batches."""
+        return ids.shape[0] % self.num_micro_batches == 0
+
+    def _divides(self, ids: torch.Tensor) -> bool:
+        """Whether the batches of all ranks that exchange tokens, those of expert parallelism, do."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_expert_model_parallel_group()
+        if group.size() == 1:
+            return self._fits(ids)
+        fit = torch.tensor(int(self._fits(ids)), device=self.device)
+        dist.all_reduce(fit, dist.ReduceOp.MIN, group=group)
+        return bool(fit.item())
 
     def _train(self, batch: "TokenBatch", count: int) -> torch.Tensor:
         tokens = batch.num_tokens
@@ -176,7 +200,7 @@ class MegatronEngine(nn.Module):
         """Returns the sum of what the last stage has found, on every stage."""
         from megatron.core import parallel_state
 
-        device = next(self.parameters()).device
+        device = self.device
         total = torch.stack(found).sum(0) if found else torch.empty(shape, device=device)
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1:

@@ -1,8 +1,8 @@
 """Folders of Megatron-LM's own distributed checkpoints (torch_dist): weights of prepared models, saved and loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from accel_megatron.training.stage import bare
 from accel_state.collectives.tensors import agree
 from accel_state.errors import BackendError, CheckpointError
 
+T = TypeVar("T")
 _LATEST, _FORMAT = "latest_checkpointed_iteration.txt", "metadata.json"
 
 
@@ -36,18 +37,20 @@ def save_folder(model: nn.Module, folder: str | Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
-    chunk = bare(_engine(model).chunk)
-    place, problem = Path(folder), None
-    if dist.get_rank() == 0:
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            if any(place.iterdir()):
-                problem = CheckpointError(f"{place} has files already; name a folder that is empty or absent")
-        except OSError as error:
-            problem = CheckpointError(f"{place} cannot be created: {error.strerror}")
-    agree(problem)
+    chunk, path = bare(_engine(model).chunk), Path(folder)
+
+    def create() -> None:
+        if dist.get_rank() == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise CheckpointError(f"{path} has files already; name a folder that is empty or absent")
+
+    _on_all_ranks(create, f"{path} cannot be created")
     with without_writer_process():
-        dist_checkpointing.save({"model": chunk.sharded_state_dict()}, str(place))
+        _on_all_ranks(
+            lambda: dist_checkpointing.save({"model": chunk.sharded_state_dict()}, str(path)),
+            f"{path} cannot be written",
+        )
 
 
 def load_folder(model: nn.Module, folder: str | Path, *, trust_pickle: bool = False) -> None:
@@ -75,23 +78,11 @@ def load_folder(model: nn.Module, folder: str | Path, *, trust_pickle: bool = Fa
             f"{folder}: the index of Megatron-LM's folders is a pickle, which runs code when it is read; if you trust "
             "where it comes from: load_folder(..., trust_pickle=True)"
         )
-    place, problem = latest(Path(folder)), None
-    if not (place / _FORMAT).is_file():
-        problem = CheckpointError(
-            f"{place} has no {_FORMAT}; expected a folder that Megatron-LM wrote with --ckpt-format torch_dist, or one "
-            f"with {_LATEST}"
-        )
-    agree(problem)
-    wanted = bare(engine.chunk).sharded_state_dict()
-    if engine.in_16_bits:
-        _widen(wanted)
-    loaded: dict[str, Any] = {}
-    try:
-        loaded = dist_checkpointing.load({"model": wanted}, str(place))["model"]
-    except (Exception, CheckpointException) as error:
-        first = next((one for one, _ in getattr(error, "failures", {}).values()), error)
-        problem = CheckpointError(f"{place} does not fit the model: {first}")
-    agree(problem)
+    path = _on_all_ranks(lambda: _readable(Path(folder)), f"{folder} cannot be read", same=True)
+    loaded: dict[str, Any] = _on_all_ranks(
+        lambda: dist_checkpointing.load({"model": _wanted(engine)}, str(path))["model"],
+        f"{path} does not fit the model",
+    )
     engine.load_weights({name: loaded[name] for name, _ in bare(engine.chunk).named_parameters()})
 
 
@@ -104,13 +95,58 @@ def latest(folder: Path) -> Path:
     return folder / (f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration)
 
 
-def _widen(wanted: Mapping[str, Any]) -> None:
-    """Makes tensors to load fp32, so that master weights are not rounded."""
+def _readable(folder: Path) -> Path:
+    """Returns the folder to load, as this rank sees it."""
+    path = latest(folder)
+    if not (path / _FORMAT).is_file():
+        raise CheckpointError(
+            f"{path} has no {_FORMAT}; expected a folder that Megatron-LM wrote with --ckpt-format torch_dist, or one "
+            f"with {_LATEST}"
+        )
+    return path
+
+
+def _on_all_ranks(work: Callable[[], T], failed: str, *, same: bool = False) -> T:
+    """Returns what ``work`` returned, on rank 0 if it has to be the ``same``; raises on all ranks if it does on one.
+
+    Collective: every rank of the group must call this.
+
+    Raises:
+        CheckpointError: ``work`` raised it, or another error, whose message then follows ``failed``.
+        CollectiveError: ``work`` failed on other ranks only, whose messages it has.
+    """
+    found, problem, elsewhere = None, None, False
+    try:
+        found = work()
+    except CheckpointError as error:
+        problem = error
+    except CheckpointException as error:  # torch's, which is no Exception; may have no failure but on rank 0
+        first = next((one for one, _ in error.failures.values()), None)
+        elsewhere = first is None
+        problem = None if elsewhere else CheckpointError(f"{failed}: {first}")
+    except Exception as error:
+        problem = CheckpointError(f"{failed}: {error}")
+    notes = agree(problem, note=found if same else None)
+    if elsewhere:
+        raise CheckpointError(failed)
+    return cast(T, notes[0] if same else found)
+
+
+def _wanted(engine: MegatronEngine) -> dict[str, Any]:
+    """Returns the tensors to load, which a folder must have in the same shapes.
+
+    megatron-core itself cuts or pads an embedding that has another number of rows. Floating-point tensors are fp32,
+    so that master weights are not rounded.
+    """
+    wanted: dict[str, Any] = bare(engine.chunk).sharded_state_dict()
     for one in wanted.values():
+        if hasattr(one, "allow_shape_mismatch"):
+            one.allow_shape_mismatch = False
         if isinstance(getattr(one, "data", None), torch.Tensor) and one.data.is_floating_point():
             one.data = one.data.float()
             if hasattr(one, "dtype"):
                 one.dtype = torch.float32
+    return wanted
 
 
 def _engine(model: nn.Module) -> MegatronEngine:

@@ -9,10 +9,13 @@ from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.conversion.rules import stack_name, stacked, unstacked
 
 
-def full_tensors(architecture: Architecture, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def full_tensors(
+    architecture: Architecture, local: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
     """Returns full copies, by FQN, of tensors that are like the parameters of this rank's stage.
 
-    Parameters that are missing in ``local`` have to be missing on all tensor-parallel ranks; they are left out.
+    Parameters that are missing in ``local`` have to be missing on all tensor-parallel ranks; they are left out. On
+    ``device`` are the tensors of all ranks, also where this rank has none.
 
     Collective: every rank of the model-parallel group must call this.
     """
@@ -35,15 +38,16 @@ def full_tensors(architecture: Architecture, local: Mapping[str, torch.Tensor]) 
         found.update({one: value.clone() for one, value in zip(rule.names, full, strict=True)})
     if architecture.num_experts and place()[3] > 1:
         experts = {name: value for name, value in found.items() if stack_name(name) != name}
-        found |= _of_all_ranks(experts, parallel_state.get_expert_model_parallel_group())
-    return stacked(found if pipeline.size() == 1 else _of_all_ranks(found, pipeline))
+        found |= _of_all_ranks(experts, parallel_state.get_expert_model_parallel_group(), device)
+    return stacked(found if pipeline.size() == 1 else _of_all_ranks(found, pipeline, device))
 
 
-def _of_all_ranks(found: dict[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+def _of_all_ranks(
+    found: dict[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Returns the tensors of all stages, or the experts of all expert-parallel ranks, in their order."""
     described: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(group.size())]
     dist.all_gather_object(described, {name: (one.shape, one.dtype) for name, one in found.items()}, group=group)
-    device = torch.device("cpu") if not found else next(iter(found.values())).device
     full: dict[str, torch.Tensor] = {}
     for rank, names in enumerate(described):
         for name, (shape, dtype) in names.items():
@@ -67,21 +71,22 @@ def local_tensors(architecture: Architecture, full: Mapping[str, torch.Tensor]) 
     }
 
 
-def norm_over_stages(
-    gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]], group: dist.ProcessGroup
+def norm_over_ranks(
+    gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]], group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Returns the 2-norm (fp64) of parameters' gradients over the ranks of ``group``, and of experts over all theirs.
+    """Returns the joint 2-norm (fp64, on ``device``) of the gradients that all ranks of ``group`` pass.
 
-    Copies on several ranks count once. Collective: every rank of the group must call this.
+    ``gradients``: a parameter and its gradient on this rank. Copies on several ranks count once. Gradients of experts
+    are summed over the ranks that have other experts, in place of ``group``.
+
+    Collective: every rank of the group must call this.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
     sums: list[torch.Tensor | float] = [0.0, 0.0]
-    device = torch.device("cpu")
     for parameter, gradient in gradients:
-        device = parameter.device
         if gradient is None or not (
             param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
         ):
@@ -92,6 +97,38 @@ def norm_over_stages(
     if place()[3] > 1:
         dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
     return (dense + experts).sqrt()
+
+
+def mean_over_model_ranks(
+    full: Mapping[str, torch.Tensor], architecture: Architecture, shapes: Mapping[str, torch.Size], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Returns the mean of full tensors, by FQN, over the ranks that compute one replica: the same on all of them.
+
+    Experts are averaged over the ranks that have other experts. A tensor that only other ranks pass is zero on this
+    one; ``shapes`` are those of all. Tensors that the ranks of a replica have in common stay as they are.
+
+    Collective: every rank of the group must call this.
+    """
+    from megatron.core import parallel_state
+
+    listed: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(listed, list(full))
+    known = {name for names in listed for name in names}
+    found: dict[str, torch.Tensor] = {}
+    for name in (one for one in shapes if one in known):
+        mean = (
+            full[name].to(device, torch.float32, copy=True)
+            if name in full
+            else torch.zeros(shapes[name], device=device)
+        )
+        group = (
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            if name in architecture.stacks
+            else parallel_state.get_model_parallel_group()
+        )
+        dist.all_reduce(mean, group=group)
+        found[name] = mean.div_(group.size())
+    return found
 
 
 def on_expert_ranks(parameter: torch.Tensor) -> bool:

@@ -9,7 +9,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends import ReplicatedGradients
-from accel_megatron.training.gathering import full_tensors, local_tensors, norm_over_stages, on_expert_ranks, place
+from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.loss_scaling import check_scaled
+from accel_megatron.training.gathering import (
+    full_tensors,
+    local_tensors,
+    mean_over_model_ranks,
+    norm_over_ranks,
+    on_expert_ranks,
+    place,
+)
 from accel_megatron.training.stage import bare
 from accel_state.errors import BackendError
 
@@ -34,10 +43,11 @@ class MegatronGradients(ReplicatedGradients):
         """
         if self.loss_scale is None:
             return
-        optimizers = list(optimizers)
         for optimizer in optimizers:
-            self._engines.of_optimizer(optimizer).ready()
-        super().unscale(optimizers)
+            one = self._engines.of_optimizer(optimizer)
+            one.ready()
+            check_scaled(self.loss_scale, one.optimizer, one.inner_names)
+            self.loss_scale.unscale(one.optimizer)
 
     def clip_norm(
         self,
@@ -80,12 +90,14 @@ class MegatronGradients(ReplicatedGradients):
         """
         from megatron.core import parallel_state
 
+        models = list(models)
+        device = self._engines.find(models[0]).device
         held = [
             (parameter, _of_replica(parameter))
             for model in models
             for parameter in bare(self._engines.find(model).chunk).parameters()
         ]
-        norm = norm_over_stages(held, parallel_state.get_model_parallel_group()).to(torch.float32)
+        norm = norm_over_ranks(held, parallel_state.get_model_parallel_group(), device).to(torch.float32)
         return norm if self.loss_scale is None else norm / self.loss_scale.current
 
     def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
@@ -108,16 +120,22 @@ class MegatronGradients(ReplicatedGradients):
             return {}
         own = dict(bare(engine.chunk).named_parameters())
         held = {name: gradient for name, p in own.items() if (gradient := _of_replica(p)) is not None}
-        return full_tensors(engine.architecture, held)
+        return full_tensors(engine.architecture, held, engine.device)
 
     def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Restores the gradients that ``unreduced`` returned."""
+        """Restores the gradients that ``unreduced`` returned, or any gradients with the same mean over ranks.
+
+        Collective: every rank of the group must call this.
+        """
         engine = self._engines.find(model)
         engine.gradients.clear()
-        if not gradients:
+        shapes = {name: p.shape for name, p in named_parameters(engine.source).items()}
+        # After a change of degrees, the ranks that compute one replica now may have the gradients of several.
+        mean = mean_over_model_ranks(gradients, engine.architecture, shapes, engine.device)
+        if not mean:
             return
         own = dict(bare(engine.chunk).named_parameters())
-        for name, value in local_tensors(engine.architecture, gradients).items():
+        for name, value in local_tensors(engine.architecture, mean).items():
             own[name].main_grad.copy_(value * expert_ranks(own[name]))
         engine.gradients.filled = True
 
@@ -129,7 +147,7 @@ class MegatronGradients(ReplicatedGradients):
         engine = self._engines.find(model)
         optimizer = self._engines.optimizer_for(engine)
         if engine.gradients.reduced and optimizer is not None:
-            return full_tensors(engine.architecture, optimizer.gradients())
+            return full_tensors(engine.architecture, optimizer.gradients(), engine.device)
         total = self.unreduced(model)
         from megatron.core import parallel_state
 

@@ -8,7 +8,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from accel_megatron.conversion.rules import stack_name
 from accel_megatron.training.engine import MegatronEngine
-from accel_megatron.training.gathering import norm_over_stages, place
+from accel_megatron.training.gathering import norm_over_ranks, place
 from accel_megatron.training.stage import bare
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError, PrepareError
@@ -122,7 +122,7 @@ class EngineOptimizer:
         self.ready()
         inner = ((p, self._inner(p)) for p in self.parameters.values() if p.requires_grad)
         gradients = ((p, None if one is None else one.grad) for p, one in inner)
-        norm = norm_over_stages(gradients, self._megatron.get_grad_stats_parallel_group())
+        norm = norm_over_ranks(gradients, self._megatron.get_grad_stats_parallel_group(), self.engine.device)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -134,15 +134,14 @@ class EngineOptimizer:
     def step(self, clipping: float, scaler: LossScaler | None = None) -> bool:
         """Steps, after clipping to ``clipping`` (0: not at all) unless ``clip`` was called in this window.
 
-        Returns False if the gradients overflowed with the loss scale of ``scaler``, so that all ranks skipped the step.
+        Gradients have been divided by the loss scale of ``scaler``. Returns False if they overflowed with it, so that
+        all ranks skipped the step.
 
         Collective: every rank of the group must call this.
         """
         if not self.engine.gradients.filled:
             return True
         self.ready()
-        if scaler is not None:
-            scaler.unscale(self.optimizer)
         if clipping and not self._clipped:
             self.clip(clipping)
         if scaler is None:
@@ -152,6 +151,11 @@ class EngineOptimizer:
         if stepped:
             self._publish()
         return stepped
+
+    def inner_names(self) -> dict[int, str]:
+        """Returns the names in the Transformers model of what the torch optimizer updates on this rank, by id."""
+        inner = {name: self._inner(p) for name, p in self.parameters.items() if p.requires_grad}
+        return {id(one): self._rules[name].names[0] for name, one in inner.items() if one is not None}
 
     def zero_grad(self) -> None:
         """Drops the gradients of the window."""

@@ -39,7 +39,7 @@ class MegatronStates(ReplicatedStates):
         Collective: every rank of the group must call this.
         """
         engine = self._engines.find(model)
-        return full_tensors(engine.architecture, self._engines.weights(engine))
+        return full_tensors(engine.architecture, self._engines.weights(engine), engine.device)
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads full tensors by FQN.
@@ -112,7 +112,7 @@ def _full_values(engine: "MegatronEngine", held: Mapping[str, Any]) -> dict[str,
     """Returns one kind of state by FQN: full tensors, or numbers as they are."""
     scalars = {name: value for name, value in held.items() if not isinstance(value, torch.Tensor) or not value.dim()}
     found: dict[str, Any] = full_tensors(
-        engine.architecture, {name: value for name, value in held.items() if name not in scalars}
+        engine.architecture, {name: value for name, value in held.items() if name not in scalars}, engine.device
     )
     from megatron.core import parallel_state
 
