@@ -82,19 +82,20 @@ def test_evaluation_returns_loss_and_logits_on_every_rank(rank, axis):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradients_are_full_before_and_after_clipping(rank, sharded):
-    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+    import torch
+    from loops import accelerator, largest_difference, make_model, optimizer_of, reference_gradients, samples
 
     with accelerator(use_distributed_optimizer=sharded) as one:
-        expected = make_model("gpt2")
-        for replica in range(2):
-            (expected(**samples(replica, 0)).loss / 2).backward()
-        gradients = {name: p.grad for name, p in expected.named_parameters()}
+        gradients = reference_gradients("gpt2", 2)
         source = make_model("gpt2")
         model, _ = one.prepare(source, optimizer_of(source))
         one.backward(model(**samples(one.process_index, 0)).loss)
         assert largest_difference(one.full_gradients(model), gradients) < 1e-5
-        one.clip_grad_norm_(model.parameters(), 1e9)
-        assert largest_difference(one.full_gradients(model), gradients) < 1e-5
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        assert norm > 0.2  # so that clipping changes gradients
+        assert float(one.clip_grad_norm_(model.parameters(), 0.1)) == pytest.approx(float(norm), rel=1e-5)
+        clipped = {name: 0.1 / (norm + 1e-6) * value for name, value in gradients.items()}
+        assert largest_difference(one.full_gradients(model), clipped) < 1e-6
 
 
 LAUNCHED = """

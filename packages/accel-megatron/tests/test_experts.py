@@ -54,13 +54,10 @@ def test_experts_on_two_of_four_ranks_train_as_one_process(rank, options):
 @pytest.mark.ranks(2)
 def test_gradients_of_experts_are_those_of_one_process(rank):
     import torch
-    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+    from loops import accelerator, largest_difference, make_model, optimizer_of, reference_gradients, samples
 
     with accelerator(gradient_accumulation_steps=2, expert_model_parallel_size=2) as one:
-        expected = make_model("mixtral")
-        for replica in range(2):
-            (expected(**samples(replica, 0)).loss / 4).backward()
-        gradients = {name: p.grad for name, p in expected.named_parameters()}
+        gradients = reference_gradients("mixtral", 2, accumulation=2)
         source = make_model("mixtral")
         model, _ = one.prepare(source, optimizer_of(source))
         with one.accumulate(model):
@@ -85,25 +82,12 @@ def test_gradients_of_experts_are_those_of_one_process(rank):
     ],
 )
 def test_a_checkpoint_continues_with_other_degrees(rank, tmp_path, before, after):
-    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+    from loops import largest_difference, trained
 
-    def run(options, steps, *, load=False, save=False):
-        with accelerator(**options) as one:
-            source = make_model("mixtral")
-            model, optimizer = one.prepare(source, optimizer_of(source))
-            if load:
-                one.load_state(str(tmp_path / "saved"))
-            for step in steps:
-                one.backward(model(**samples(0, step)).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            if save:
-                one.save_state(str(tmp_path / "saved"))
-            return one.get_state_dict(model)
-
-    expected = run(before, range(4))
-    run(before, range(2), save=True)
-    assert largest_difference(run(after, range(2, 4), load=True), expected) < 1e-4
+    expected = trained(before, range(4), kind="mixtral")
+    trained(before, range(2), kind="mixtral", save=tmp_path / "saved")
+    continued = trained(after, range(2, 4), kind="mixtral", load=tmp_path / "saved")
+    assert largest_difference(continued, expected) < 1e-4
 
 
 @pytest.mark.ranks(2)

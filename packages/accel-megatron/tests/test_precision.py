@@ -65,6 +65,13 @@ def test_two_ranks_train_as_autocast_in_one_process(rank, precision, options):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.slow
+def test_experts_on_two_ranks_train_as_autocast_in_one_process(rank, precision):
+    assert_trains_as_autocast(rank, precision, "mixtral", clip=0.5, expert_model_parallel_size=2)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{"pp_degree": 2, "tp_degree": 1}, {"use_distributed_optimizer": True}])
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(rank, options):
     import torch

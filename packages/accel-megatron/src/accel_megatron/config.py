@@ -174,8 +174,7 @@ class MegatronConfig(BackendConfig):
         if self.num_layers_per_virtual_pipeline_stage is not None:
             raise ConfigError(
                 f"num_layers_per_virtual_pipeline_stage={self.num_layers_per_virtual_pipeline_stage}: interleaved "
-                "schedules are not served, because gradients were wrong with two stages (norms of 4, 17 and 54 in three"
-                " steps, where 1F1B and one process have 1.8, 3.3 and 2.8); nearest: None, which is 1F1B"
+                "schedules are not served, because gradients were wrong with two stages; nearest: None, which is 1F1B"
             )
 
     def resolve(self, facts: StrategyFacts) -> Resolution:
@@ -213,8 +212,8 @@ class MegatronConfig(BackendConfig):
             )
         if self.use_distributed_optimizer:
             raise ConfigError(
-                f"use_distributed_optimizer with expert_model_parallel_size={size}: experts and other parameters have "
-                "other data-parallel ranks, and one torch optimizer updates both; nearest: "
+                f"use_distributed_optimizer with expert_model_parallel_size={size}: experts and other parameters are "
+                "sharded over different data-parallel groups, and one torch optimizer updates both; nearest: "
                 "use_distributed_optimizer=False"
             )
 

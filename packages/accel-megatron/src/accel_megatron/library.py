@@ -10,7 +10,7 @@ from accel_state.errors import BackendError
 if TYPE_CHECKING:
     from accel_state.session import Session
 
-INSTALL = 'pip install "accel-megatron[megatron]"'
+INSTALL = 'from a checkout of accel, pip install "./packages/accel-megatron[megatron]"'
 _MESSAGES = "(Transformer Engine|Apex).*not installed"
 
 

@@ -4,8 +4,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import active_children
 from queue import Queue
+from typing import Any
 
+import torch
 from torch._C._distributed_c10d import HashStore as HashStore
+
+
+def publish_main_weights(optimizer: Any) -> None:
+    """Copies the master weights of one of Megatron-LM's optimizers into the model's 16-bit weights."""
+    optimizer._copy_main_params_to_model_params()
+
+
+def shard_span(optimizer: Any, parameter: torch.Tensor) -> tuple[int, int]:
+    """Returns where this rank's shard of a flattened parameter begins and ends, in a distributed optimizer."""
+    span = optimizer._get_model_param_range_map(parameter)["param"]
+    return span.start, span.end
 
 
 @contextmanager

@@ -49,6 +49,8 @@ def test_degrees_that_do_not_divide_the_model_are_refused():
         to_megatron(make_model("mixtral").config, {}, degrees=(1, 1, 3))
     with pytest.raises(PrepareError, match="tp_degree=2 with a mixture of experts"):
         to_megatron(make_model("mixtral").config, {}, degrees=(2, 1))
+    with pytest.raises(PrepareError, match="num_attention_heads=4 is not divisible by tp_degree=3; nearest: 2"):
+        from_megatron(model.config, {}, (3, 1))
 
 
 def test_other_models_are_refused():

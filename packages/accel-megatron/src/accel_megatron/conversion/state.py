@@ -45,8 +45,12 @@ def from_megatron(
     """Returns the full state dict of a Transformers model; ``states``: those of all ranks, by their ``place``.
 
     Tied tensors are under their first name only.
+
+    Raises:
+        PrepareError: a model that megatron-core does not compute, or degrees that do not divide it.
     """
     architecture = architecture_of(config)
+    architecture.check_degrees(*degrees)
     tensor_size, pipeline, expert_size = (*degrees, 1)[:3]
     full: dict[str, torch.Tensor] = {}
     for stage, expert_rank in product(range(pipeline), range(expert_size)):

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from accel_megatron.conversion.rules import stack_name
+from accel_megatron.private import publish_main_weights, shard_span
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import norm_over_ranks, place
 from accel_megatron.training.stage import bare
@@ -51,6 +52,7 @@ class EngineOptimizer:
         self._rules = dict(engine.architecture.rules(*place()))
         self._rebind()
         self._megatron = self._wrapped()
+        self._shards = _shards(self._megatron) if distributed else {}
         self._take_masters()
         engine.load_masters = self.load_masters
 
@@ -245,23 +247,13 @@ class EngineOptimizer:
         if not self._distributed:
             main: torch.Tensor = getattr(parameter, "main_param", parameter)
             return main
-        megatron = self._megatron
-        for groups, sharded in (
-            (megatron.model_fp32_groups, megatron.shard_fp32_groups),
-            (megatron.model_float16_groups, megatron.shard_fp32_from_float16_groups),
-        ):
-            for group, shards in zip(groups, sharded, strict=True):
-                for one, shard in zip(group, shards, strict=True):
-                    if one is parameter:
-                        found: torch.Tensor = shard
-                        return found
-        return None
+        return self._shards.get(id(parameter))
 
     def _part(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if not self._distributed:
             return value
-        span = self._megatron._get_model_param_range_map(parameter)["param"]
-        return value.reshape(-1)[span.start : span.end]
+        begin, end = shard_span(self._megatron, parameter)
+        return value.reshape(-1)[begin:end]
 
     def _gathered(self, parameter: torch.Tensor) -> dict[str, Any]:
         import torch.distributed as dist
@@ -290,7 +282,7 @@ class EngineOptimizer:
 
     def _publish(self) -> None:
         """Copies master weights into the model, those of shards on all ranks."""
-        self._megatron._copy_main_params_to_model_params()
+        publish_main_weights(self._megatron)
         if self._distributed:
             self.engine.chunk.start_param_sync()
 
@@ -303,3 +295,16 @@ class EngineOptimizer:
         """Names in megatron-core's model of the parameters that the optimizer updates, on this rank or another."""
         listed = {name for names in self.groups for name in names}
         return {name for name, rule in self._rules.items() if stack_name(rule.names[0]) in listed}
+
+
+def _shards(megatron: Any) -> dict[int, torch.Tensor]:
+    """Returns this rank's fp32 shards in a distributed optimizer, by the id of the parameter of each."""
+    return {
+        id(parameter): shard
+        for groups, sharded in (
+            (megatron.model_fp32_groups, megatron.shard_fp32_groups),
+            (megatron.model_float16_groups, megatron.shard_fp32_from_float16_groups),
+        )
+        for group, shards in zip(groups, sharded, strict=True)
+        for parameter, shard in zip(group, shards, strict=True)
+    }

@@ -54,7 +54,6 @@ def transformer_config(
         tensor_model_parallel_size=options.tp_degree,
         pipeline_model_parallel_size=options.pp_degree,
         expert_model_parallel_size=options.expert_model_parallel_size,
-        expert_tensor_parallel_size=1 if architecture.num_experts else None,
         sequence_parallel=options.sequence_parallelism,
         params_dtype=dtype,
         pipeline_dtype=dtype,
