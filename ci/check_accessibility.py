@@ -108,7 +108,8 @@ def check(browser: Any, base: str, given: argparse.Namespace, paths: list[str]) 
                     picture(page, given.pictures / name, width=width, whole=given.whole)
 
 
-def main() -> int:
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    """The options; exits with status 2 where one would have no effect."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("site", type=Path, nargs="?", default=ROOT / "site")
     options.add_argument("--browser", help="path of a Chromium instead of the system's")
@@ -116,7 +117,15 @@ def main() -> int:
     options.add_argument("--pictures", type=Path, metavar="DIR")
     options.add_argument("--only-pictures", action="store_true", help="without axe")
     options.add_argument("--whole", action="store_true", help="pictures of whole pages")
-    given = options.parse_args()
+    given = options.parse_args(words)
+    for name in ("only_pictures", "whole"):
+        if getattr(given, name) and given.pictures is None:
+            options.error(f"--{name.replace('_', '-')} is about pictures; give --pictures DIR, too")
+    return given
+
+
+def main() -> int:
+    given = parsed()
     paths = pages_of(given.site, given.pages)
 
     from playwright.sync_api import sync_playwright

@@ -1,4 +1,4 @@
-"""Client: SFT, DPO, reward models and GRPO of trl, and LoRA of peft in a loop of Accelerate, on tiny models.
+"""Client: SFT, DPO and GRPO of trl, and LoRA of peft in a loop of Accelerate, on tiny models.
 
 tuners.py VARIANT...
 """
