@@ -56,6 +56,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def of_all_ranks(value: int) -> list[int]:
+    """The value of every rank."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
 def losses(trainer: Any, name: str = "loss") -> list[float]:
     """Losses that a trainer logged."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]

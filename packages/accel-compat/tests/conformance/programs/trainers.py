@@ -109,7 +109,7 @@ def resume(folder: Path, **more: Any) -> Mapping[str, Any]:
     local = [one.to_local() if hasattr(one, "to_local") else one for one in trainer.model_wrapped.parameters()]
     held = sum(one.numel() * one.element_size() for one in local)
     wrapped = type(trainer.model_wrapped).__name__
-    return {**found, "resumed": clients.losses(again)[-2:], "wrapped": wrapped, "bytes": held}
+    return {**found, "resumed": clients.losses(again)[-2:], "wrapped": wrapped, "bytes": clients.of_all_ranks(held)}
 
 
 def fsdp2(folder: Path) -> Mapping[str, Any]:
@@ -134,8 +134,7 @@ def deepspeed(folder: Path, stage: int = 2) -> Mapping[str, Any]:
         "optimizer": {"type": "AdamW", "params": {**auto, "torch_adam": True}},
         "zero_allow_untested_optimizer": True,
     }
-    alone = clients.world_size() == 1  # use_cpu would make a single process leave DeepSpeed out
-    return resume(folder, deepspeed=config, use_cpu=not alone)
+    return resume(folder, deepspeed=config)
 
 
 def deepspeed1(folder: Path) -> Mapping[str, Any]:
