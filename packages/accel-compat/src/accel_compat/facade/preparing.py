@@ -157,7 +157,7 @@ class PreparingMethods:
         complete(plugin, items, self)
         before = self._backend.config
         config = translate_deepspeed(plugin, on_cpu=self.device.type == "cpu")
-        config.share(
+        config.set_axis_sizes(
             sequences=before.sequence_parallel_size,
             layers=before.tensor_parallel_size,
             attention=before.sequence_attention,
