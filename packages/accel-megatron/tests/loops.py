@@ -177,6 +177,17 @@ def trained(
         return weights
 
 
+def open_window(one: Any, kind: str) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns a model in an open window, its gradients, and those after they have been set as a load sets them."""
+    source = make_model(kind)
+    model, _ = one.prepare(source, optimizer_of(source))
+    with one.accumulate(model):
+        one.backward(model(**samples(one.process_index, 0)).loss)
+    held = one.backend.gradients.unreduced(model)
+    one.backend.gradients.set_unreduced(model, held)
+    return model, held, one.backend.gradients.unreduced(model)
+
+
 def reference_gradients(kind: str, replicas: int, *, accumulation: int = 1) -> dict[str, torch.Tensor | None]:
     """Returns the gradients, in one process, of the first batches of all replicas, by name."""
     model = make_model(kind)

@@ -54,17 +54,11 @@ def test_experts_on_two_of_four_ranks_train_as_one_process(rank, options):
 @pytest.mark.ranks(2)
 def test_gradients_of_experts_are_those_of_one_process(rank):
     import torch
-    from loops import accelerator, largest_difference, make_model, optimizer_of, reference_gradients, samples
+    from loops import accelerator, largest_difference, open_window, reference_gradients
 
     with accelerator(gradient_accumulation_steps=2, expert_model_parallel_size=2) as one:
         gradients = reference_gradients("mixtral", 2, accumulation=2)
-        source = make_model("mixtral")
-        model, _ = one.prepare(source, optimizer_of(source))
-        with one.accumulate(model):
-            one.backward(model(**samples(one.process_index, 0)).loss)
-        held = one.backend.gradients.unreduced(model)
-        one.backend.gradients.set_unreduced(model, held)
-        again = one.backend.gradients.unreduced(model)
+        model, held, again = open_window(one, "mixtral")
         assert largest_difference(again, held) == 0
         for value in held.values():
             torch.distributed.all_reduce(value)

@@ -178,15 +178,17 @@ class PipelinedModel(nn.Module):
             BackendError: names the range of these gradients.
             CollectiveError: the same on other ranks.
         """
-        bounds = torch.stack([factor, -factor]).to(factor.dtype if factor.device.type == "mps" else torch.float64)
+        bounds = torch.stack([factor, -factor])
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.experts)
         most, negated = bounds.tolist()
-        error = BackendError(
-            f"losses are multiplied by {-negated:g} to {most:g} on ranks among which experts are divided, whose "
-            "gradients the pipeline has summed over these ranks in the call; nearest: model(**batch, "
-            "num_items_in_batch=1), whose loss is a sum, and accelerator.backward(loss, weight=tokens)"
-        )
-        self.pipeline.agree(None if most == -negated else error)
+        error = None
+        if most != -negated:
+            error = BackendError(
+                f"losses are multiplied by {-negated:g} to {most:g} on ranks among which experts are divided, whose "
+                "gradients the pipeline has summed over these ranks in the call; nearest: model(**batch, "
+                "num_items_in_batch=1), whose loss is a sum, and accelerator.backward(loss, weight=tokens)"
+            )
+        self.pipeline.agree(error)
 
     def _divided_evenly(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
         """This rank's tokens of a batch to evaluate, and the number of its micro-batches.
@@ -292,7 +294,7 @@ class PipelinedModel(nn.Module):
         return given if self.sequences is None else self.sequences.sharded(given)
 
     def _has_labels(self, given: Mapping[str, Any]) -> bool:
-        """Whether the model computes a loss; ``sequences`` give it the shifted labels of shards as labels, too."""
+        """Whether there are labels, or shifted labels of shards, which ``sequences`` make labels."""
         return "labels" in given or (self.sequences is not None and "shift_labels" in given)
 
     @property

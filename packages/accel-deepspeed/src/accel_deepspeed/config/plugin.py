@@ -268,7 +268,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         known = {name: self.origins[option.key] for name, option in FIELDS.items()}
         sources = {**known, **dict.fromkeys(options, "the planner")}
         document = HfDeepSpeedConfig(self.deepspeed_config)
-        # The environment has completed these options already, possibly another one than the process has.
+        # These options have the values of their environment already, which need not be that of the process.
         return replace(self, hf_ds_config=document, sources=sources, environment={}, **options)
 
     def _copied(self) -> Self:

@@ -131,7 +131,7 @@ class MegatronEngine(nn.Module):
         return ids.shape[0] % self.num_micro_batches == 0
 
     def _divides(self, ids: torch.Tensor) -> bool:
-        """Whether the batches of all ranks that exchange tokens, those of expert parallelism, do."""
+        """Whether the batches of all ranks of the expert-parallel group divide into micro-batches."""
         from megatron.core import parallel_state
 
         group = parallel_state.get_expert_model_parallel_group()

@@ -107,7 +107,7 @@ def _readable(folder: Path) -> Path:
 
 
 def _on_all_ranks(work: Callable[[], T], failed: str, *, same: bool = False) -> T:
-    """Returns what ``work`` returned, on rank 0 if it has to be the ``same``; raises on all ranks if it does on one.
+    """Returns the result of ``work``, with ``same`` that of rank 0; raises on all ranks if it fails on one.
 
     Collective: every rank of the group must call this.
 

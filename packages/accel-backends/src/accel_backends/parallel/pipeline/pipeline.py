@@ -109,7 +109,7 @@ class Pipeline:
         faults.agree(self.plan.together)
 
     def fail(self, error: Exception) -> NoReturn:
-        """Takes the place of ``agree``, or of ``run`` with ``backward``, on the ranks that cannot run a batch.
+        """Raises an error of a rank that cannot run its batch, in place of ``agree`` or of ``run`` with ``backward``.
 
         Collective: every rank of the group must call this, those of other replicas of the pipeline one of the three.
 
