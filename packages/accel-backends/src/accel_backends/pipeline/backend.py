@@ -250,7 +250,8 @@ class PipelineBackend(ModuleBackend):
     def _plan(self) -> StagePlan:
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         held = stages_of_rank(rank, ranks, self._per_rank, v_shaped=self._kind.v_shaped)
-        return StagePlan(held, self._num_stages, self._group, self._kind, self.device, self.session.group)
+        together, exchanging = self.session.group, self._mesh.experts is not None
+        return StagePlan(held, self._num_stages, self._group, self._kind, self.device, together, exchanging)
 
     def _in_precision(self, module: nn.Module) -> nn.Module:
         return autocast_module(module, self.policy, self.device.type, self.run.autocast)

@@ -11,8 +11,11 @@ from torch.distributed.pipelining import PipelineStage
 from accel_backends.private import guard_shape_inference, repair_first_messages
 from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import BackendError, CollectiveError, relayed
+from accel_state.logging import get_logger
 from accel_state.process_group.group import sends_from_host
 from accel_state.watchdog.decorator import recorded
+
+_log = get_logger(__name__)
 
 _MOST: Final = 400
 """Characters of an error that other ranks repeat."""
@@ -27,16 +30,33 @@ class Faults:
 
     A failed stage computes nothing more in that run. It sends zeros, because the other ranks wait for its messages, and
     ``agree`` raises on all of them.
+
+    Attributes:
+        error: first error of this rank; None: none yet.
+        place: rank, and part of the run that failed.
+        immediate: whether errors are raised at once, because other ranks wait within the stage for tokens of this one
+            and would never reach ``agree``. A rank that then ends makes the launcher end the others and name it.
+            Running out of memory is logged instead: ranks that all do so, in a search of a batch size, go on.
     """
 
     error: Exception | None = None
     place: str = ""
+    immediate: bool = False
 
     def note(self, error: Exception, where: str) -> None:
-        """Keeps an error of this rank, if it is the first."""
-        if self.error is None:
-            self.error = error
-            self.place = f"rank {dist.get_rank()} failed in the {where}"
+        """Keeps an error of this rank, if it is the first; raises it if it is ``immediate``."""
+        if self.error is not None:
+            return
+        self.error = error
+        self.place = f"rank {dist.get_rank()} failed in the {where}"
+        if not self.immediate:
+            return
+        if isinstance(error, torch.OutOfMemoryError):
+            message = "%s, and ranks among which experts are divided may wait for it: %s"
+            _log.error(message, self.place, error, main_process_only=False)
+            return
+        error.add_note(self.place)
+        raise error
 
     @recorded("errors of pipeline stages", shared=False)
     def agree(self, group: dist.ProcessGroup | None, *, labelled: bool | None = None) -> None:

@@ -33,6 +33,7 @@ class StagePlan:
     """Where the stages of a pipeline are: ``held`` by this rank, ``num_stages`` on all ranks of ``group``.
 
     ``together``: ranks that train together, of all replicas of the pipeline; None: torch's default group.
+    ``exchanging``: whether ranks with the same stages send each other tokens within these, as expert parallelism does.
     """
 
     held: Sequence[int]
@@ -41,6 +42,7 @@ class StagePlan:
     kind: ScheduleKind
     device: torch.device
     together: dist.ProcessGroup | None = None
+    exchanging: bool = False
 
     @property
     def last_rank(self) -> int:
@@ -77,10 +79,11 @@ class Pipeline:
 
         Raises:
             Exception: that of a stage of this rank.
-            CollectiveError: a stage of another rank failed; names the rank and the stage.
+            CollectiveError: a stage of another rank failed; names the rank and the stage. An error of a stage that is
+                ``exchanging`` is raised on its own rank only, at once.
             BackendError: without ``backward``, only some ranks of the pipeline have labels.
         """
-        faults = Faults()
+        faults = Faults(immediate=self.plan.exchanging)
         for stage in self.stages:
             stage.feed, stage.faults = feed, faults
         schedule = self._schedule(feed, backward)
@@ -96,8 +99,10 @@ class Pipeline:
                 faults.agree(self.plan.together)
             else:
                 faults.agree(self.plan.group, labelled=feed.labelled)
-        except BaseException:
+        except BaseException as raised:
             self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
+            if faults.error is not None and isinstance(raised, Exception):
+                raise faults.error from None  # torch raises another one from it
             raise
         finally:
             for stage in self.stages:
