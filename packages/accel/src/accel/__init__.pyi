@@ -1,5 +1,6 @@
 from accel._version import __version__ as __version__
 from accel.accelerator import Accelerator as Accelerator
+from accel.inference import prepare_pippy as prepare_pippy
 from accel.local_sgd import LocalSGD as LocalSGD
 from accel.loop.accumulator import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel.loop.accumulator import StepClock as StepClock
@@ -41,6 +42,7 @@ from accel_state import synchronize_rng_states as synchronize_rng_states
 from . import big_modeling as big_modeling
 from . import data_loader as data_loader
 from . import hooks as hooks
+from . import inference as inference
 from . import launchers as launchers
 from . import logging as logging
 from . import optimizer as optimizer

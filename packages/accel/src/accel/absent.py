@@ -5,10 +5,7 @@ from typing import Any
 PAGE = "docs/reference/differences.md"
 """The page that lists all of these names, with reasons."""
 
-_LARGE = (
-    "prepare_model(model, evaluation_mode=True) under ParallelismConfig(pp_size=...) computes a causal language model "
-    "in stages; dispatch_model and load_checkpoint_and_dispatch serve models larger than memory"
-)
+_STAGES = "prepare_pippy splits a causal language model into stages and runs them"
 _MEGATRON = "accel-megatron has MegatronLMPlugin, for strategy=; the loop is the ordinary one"
 _FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"
 _FP8 = 'mixed_precision="fp8" with AORecipeKwargs or TERecipeKwargs in kwargs_handlers does that here'
@@ -17,7 +14,7 @@ _INNER = "it is an inner part of Accelerate"
 _SMALL = "it has nothing to do with training"
 
 _INSTEAD = {
-    _LARGE: "inference prepare_pippy",
+    _STAGES: "build_pipeline find_pippy_batch_size generate_device_map pippy_forward",
     _MEGATRON: (
         "MegatronLMPlugin add_model_config_to_megatron_parser AbstractTrainStep "
         "BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine "
