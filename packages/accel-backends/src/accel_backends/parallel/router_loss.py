@@ -16,7 +16,7 @@ _log = get_logger(__name__)
 
 _FUNCTION = "load_balancing_loss_func"
 """Function of transformers that computes this loss, in the modules of models that have it."""
-_OPTION, _MASK = "output_router_logits", "attention_mask"
+ROUTER_LOGITS, MASK = "output_router_logits", "attention_mask"
 
 
 def load_balancing_loss(
@@ -28,8 +28,9 @@ def load_balancing_loss(
     tokens of all ranks and layers: the fraction of tokens that choose the expert, and the probability that the router
     gives it. The mean over ranks of each rank's own loss is another number, because each term is a product of means.
 
-    The value is the same on every rank, in float32. Gradients are those of one process once they are *averaged* over
-    the ranks, which may have different numbers of tokens. Choices count whether or not a capacity drops them.
+    The value is the same on every rank, in float32, or in float64 if the logits are. Gradients are those of one process
+    once they are *averaged* over the ranks, which may have different numbers of tokens. Choices count whether or not a
+    capacity drops them.
 
     Args:
         logits: of each layer's router, for this rank's tokens (tokens x experts).
@@ -40,23 +41,52 @@ def load_balancing_loss(
     Collective: every rank of the group must call this.
     """
     experts = logits[0].shape[-1]
-    weights = None if mask is None else mask.reshape(-1, 1).to(logits[0].device, torch.float32)
-    choices = probabilities = torch.zeros(experts, device=logits[0].device)
-    count = torch.zeros(1, device=logits[0].device)
-    for one in logits:
-        # Probabilities in the dtype of the logits, and sums in float32, are what transformers computes in one process.
-        each = one.softmax(-1)
-        weight = each.new_ones(len(each), 1, dtype=torch.float32) if weights is None else weights
-        chosen = torch.zeros_like(each, dtype=torch.float32).scatter(1, each.detach().topk(top_k, dim=-1).indices, 1.0)
-        choices = choices + (chosen * weight).sum(0)
-        probabilities = probabilities + (each.float() * weight).sum(0)
-        count = count + weight.sum()
+    choices, probabilities, count = router_totals(logits, top_k=top_k, mask=mask)
     total = torch.cat([choices, probabilities.detach(), count])
     dist.all_reduce(total, group=group)
     share, mean = total[:experts] / total[-1], total[experts:-1] / total[-1]
     # The share of choices has no gradient; each rank's probabilities have their part of that of the mean.
     ours = experts * (share * probabilities).sum() * (dist.get_world_size(group) / total[-1])
     return ours + (experts * (share * mean).sum() - ours).detach()
+
+
+def router_totals(
+    logits: Sequence[torch.Tensor], *, top_k: int, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums over tokens and layers: of choices and of probabilities (experts), and of tokens (1); without communication.
+
+    ``logits``, ``top_k`` and ``mask`` are those of ``load_balancing_loss``. Sums of probabilities have gradients.
+    """
+    # Probabilities in the dtype of the logits, and sums in float32, are what transformers computes in one process.
+    wide, device = torch.promote_types(logits[0].dtype, torch.float32), logits[0].device
+    weights = None if mask is None else mask.reshape(-1, 1).to(device, wide)
+    choices = probabilities = torch.zeros(logits[0].shape[-1], dtype=wide, device=device)
+    count = torch.zeros(1, dtype=wide, device=device)
+    for one in logits:
+        each = one.softmax(-1)
+        weight = each.new_ones(len(each), 1, dtype=wide) if weights is None else weights
+        chosen = torch.zeros_like(each, dtype=wide).scatter(1, each.detach().topk(top_k, dim=-1).indices, 1.0)
+        choices = choices + (chosen * weight).sum(0)
+        probabilities = probabilities + (each.to(wide) * weight).sum(0)
+        count = count + weight.sum()
+    return choices, probabilities, count
+
+
+def has_router_loss(model: nn.Module) -> bool:
+    """Whether a model is one of transformers that computes its loss by ``load_balancing_loss_func``."""
+    names = ("router_aux_loss_coef", "num_experts_per_tok", "num_experts")
+    sources = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    return any(hasattr(one, _FUNCTION) for one in sources) and all(hasattr(model, name) for name in names)
+
+
+def router_loss_asked(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a call with the arguments ``given``, by name, returns the loss of the routers."""
+    asked = given.get(ROUTER_LOGITS)
+    if asked is None:
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        asked = getattr(text, ROUTER_LOGITS, False)
+    return bool(asked)
 
 
 def sum_router_loss(model: nn.Module, group: Any, *, evaluation: Any = None) -> None:
@@ -74,15 +104,13 @@ def sum_router_loss(model: nn.Module, group: Any, *, evaluation: Any = None) -> 
 
     Collective: every rank of the group must call the model, and every rank of ``evaluation`` without gradients.
     """
-    names = ("router_aux_loss_coef", "num_experts_per_tok")
-    sources = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
-    if any(hasattr(one, _FUNCTION) for one in sources) and all(hasattr(model, name) for name in names):
+    if has_router_loss(model):
         # Registered before the hooks of ``fully_shard``, which have to see the tensors that the user receives.
         loss = _RouterLoss(model, group, group if evaluation is None else evaluation)
         model.register_forward_pre_hook(loss.hide, with_kwargs=True)
         cast(Any, model).base_model.register_forward_pre_hook(loss.restore, with_kwargs=True)
         model.register_forward_hook(loss.correct, with_kwargs=True)
-    elif any(getattr(getattr(module, "config", None), _OPTION, False) for module in model.modules()):
+    elif any(getattr(getattr(module, "config", None), ROUTER_LOGITS, False) for module in model.modules()):
         _log.warning(
             "the load-balancing loss of %s is computed from each rank's own tokens, not from those of all ranks; "
             "nearest: prepare a causal language model of transformers itself, or call router_loss.load_balancing_loss",
@@ -109,8 +137,8 @@ class _RouterLoss:
         """Puts a mask of ones in the place of one of zeros."""
         self._mask = self._counted = None
         given: dict[str, Any] = self._bind(*args, **kwargs).arguments
-        mask = given.get(_MASK)
-        if not isinstance(mask, torch.Tensor) or not self._asked(model, given):
+        mask = given.get(MASK)
+        if not isinstance(mask, torch.Tensor) or not router_loss_asked(model, given):
             return None
         self._mask, self._counted = mask, torch.where(mask.any(), mask, torch.ones_like(mask))
         return _replaced(args, kwargs, mask, self._counted)
@@ -119,21 +147,21 @@ class _RouterLoss:
         """Gives the layers their mask."""
         if self._counted is None:
             return None
-        if kwargs.get(_MASK) is not None:  # perhaps converted by now: a unit of ``fully_shard`` does that
-            return args, {**kwargs, _MASK: self._mask}
+        if kwargs.get(MASK) is not None:  # perhaps converted by now: a unit of ``fully_shard`` does that
+            return args, {**kwargs, MASK: self._mask}
         return _replaced(args, kwargs, self._counted, self._mask)
 
     def correct(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Replaces the loss in the output."""
         given: dict[str, Any] = self._bind(*args, **kwargs).arguments
         mask, self._mask, self._counted = self._mask, None, None
-        if not self._asked(model, given):
+        if not router_loss_asked(model, given):
             return output
         if getattr(output, "router_logits", None) is None or getattr(output, "aux_loss", None) is None:
             raise BackendError(
                 f"{type(model).__name__} returned a {type(output).__name__} without router_logits and aux_loss, and "
                 "its load-balancing loss is that of this rank's tokens only; nearest: return_dict=True, or "
-                f"{_OPTION}=False"
+                f"{ROUTER_LOGITS}=False"
             )
         group = self._group if torch.is_grad_enabled() else self._evaluation
         total = load_balancing_loss(output.router_logits, top_k=model.num_experts_per_tok, group=group, mask=mask)
@@ -141,10 +169,6 @@ class _RouterLoss:
             output.loss = output.loss + model.router_aux_loss_coef * (total - output.aux_loss).to(output.loss.device)
         output.aux_loss = total
         return output
-
-    def _asked(self, model: Any, given: Mapping[str, Any]) -> bool:
-        asked = given.get(_OPTION)
-        return bool(model.config.get_text_config().output_router_logits if asked is None else asked)
 
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Any, new: Any) -> tuple[Any, dict[str, Any]]:

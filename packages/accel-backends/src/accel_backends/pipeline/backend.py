@@ -33,12 +33,14 @@ from accel_backends.parallel.pipeline.shards import StageShards, check_optimizer
 from accel_backends.parallel.pipeline.stage_plan import Places, places_of, plan_of_stage
 from accel_backends.parallel.pipeline.stages import drop_other_stages, make_stages
 from accel_backends.parallel.plan import TensorParallelPlan
+from accel_backends.parallel.router_loss import router_loss_asked
 from accel_backends.pipeline.config import PipelineParallelConfig
 from accel_backends.pipeline.gradients import PipelineGradients
 from accel_backends.pipeline.layout import PipelineLayout
 from accel_backends.pipeline.mesh import StageMesh
 from accel_backends.pipeline.model import PipelinedModel, TiedWeight
 from accel_backends.pipeline.reduction import DataParallelReduction
+from accel_backends.pipeline.router_loss import check_routers
 from accel_backends.pipeline.states import PipelineStates
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import autocast_module, cast_parameters
@@ -86,6 +88,8 @@ class PipelineBackend(ModuleBackend):
         for model in bundle.models:
             whole = innermost(model)
             self._ranges(CausalLM.of(whole))
+            if router_loss_asked(whole, {}):
+                check_routers(whole, self._options, training=bundle.training, kind=PrepareError)
             self._axes.check(whole)
             self._places(whole)
             if self._mesh.sharding is not None:

@@ -15,8 +15,10 @@ from torch import nn
 from accel_backends.ops.dtensor import local_of
 from accel_backends.ops.fqn import WRAPS
 from accel_backends.parallel.pipeline.pipeline import Pipeline
+from accel_backends.parallel.pipeline.router_sums import RouterSums
 from accel_backends.parallel.pipeline.shards import StageShards
 from accel_backends.parallel.pipeline.stages import Feed
+from accel_backends.parallel.router_loss import router_loss_asked
 from accel_backends.parallel.sequence_inputs import SequenceInputs
 from accel_backends.pipeline.config import PipelineParallelConfig
 from accel_backends.pipeline.generation import Decoding, decode_greedily
@@ -30,6 +32,7 @@ from accel_backends.pipeline.micro_batches import (
     token_weights,
 )
 from accel_backends.pipeline.output import PipelineOutput, joined_outputs, sent_to_all
+from accel_backends.pipeline.router_loss import check_routers
 from accel_precision.scaler import LossScaler
 from accel_state.collectives.objects import agree
 from accel_state.errors import BackendError
@@ -55,7 +58,8 @@ class PipelinedModel(nn.Module):
     """Runs the schedule in each call: forwards and, in training, backwards of all micro-batches.
 
     In training the output has the loss only, the same on every rank, and its backward adds the gradients that the
-    schedule has computed. Without gradients it has the outputs of all micro-batches.
+    schedule has computed; a load-balancing loss of routers is in it, and beside it for reading. Without gradients the
+    output has those of all micro-batches.
 
     Attributes:
         module: the user's model, with the modules of this rank's stages.
@@ -121,12 +125,16 @@ class PipelinedModel(nn.Module):
         return parts, weights, (samples // count, tokens)
 
     def _trained(self, given: Mapping[str, Any]) -> PipelineOutput:
+        asked = router_loss_asked(self.module, given)
+        # Otherwise stages would wait for tokens, or for choices, of a rank that cannot run its batch.
+        first = self.experts is not None or asked
         try:
+            routers = self._routers([self.pipeline.plan.together], training=True) if asked else None
             parts, weights, shape = self._divided(given)
         except Exception as error:
-            with self._gathered() if self.experts is None else nullcontext():
+            with nullcontext() if first else self._gathered():
                 self.pipeline.fail(error)
-        if self.experts is not None:  # otherwise its stages would wait for tokens of a rank that cannot run its batch
+        if first:
             self.pipeline.agree()
         loss_fn = self._config.loss_fn
         scale = 1.0 if self._loss_scale is None else self._loss_scale.current
@@ -148,20 +156,26 @@ class PipelinedModel(nn.Module):
         check = None if self.experts is None else self._check_factor
         held = HeldGradients(trained, scale=scale, on_added=self._note_added, check=check)
         with held.collect(), self._gathered():
-            self.pipeline.run(Feed(self._inputs(parts), shape, finish), backward=True)
+            self.pipeline.run(Feed(self._inputs(parts), shape, finish, routers), backward=True)
             self._sum_tied()
-        return PipelineOutput({"loss": held.loss(self._total(losses))}, training=True)
+        total = self._total(losses, routers)
+        fields = {} if routers is None else {"aux_loss": routers.loss.to(total.dtype)}
+        return PipelineOutput({"loss": held.loss(total), **fields}, training=True)
 
     @torch.no_grad()
     def _evaluated(self, given: Mapping[str, Any]) -> PipelineOutput:
         plan = self.pipeline.plan
+        asked = router_loss_asked(self.module, given)
+        routers = self._routers(self._evaluating_groups, training=False) if asked else None
         with self._gathered():
-            parts, outputs = self._outputs(*self._divided_evenly(given))
+            parts, outputs = self._outputs(*self._divided_evenly(given), routers=routers)
         fields: dict[str, Any] = {}
         if self._has_labels(given) and self._config.loss_fn is None:
             weights = token_weights(parts)
             losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
-            fields["loss"] = self._total(losses)
+            fields["loss"] = self._total(losses, routers)
+        if routers is not None:
+            fields["aux_loss"] = routers.loss if self._is_double else routers.loss.float()
         own = joined_outputs([outputs[number] for number in range(len(parts))]) if plan.has_last else {}
         if self.sequences is not None and plan.has_last:
             own = self.sequences.full(own)
@@ -209,7 +223,9 @@ class PipelinedModel(nn.Module):
         ranks = dist.get_world_size(plan.group)
         return given, largest_divisor(samples, self._num_microbatches, plan.kind, ranks)
 
-    def _outputs(self, given: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+    def _outputs(
+        self, given: Mapping[str, Any], count: int, *, routers: RouterSums | None = None
+    ) -> tuple[list[dict[str, Any]], dict[int, Any]]:
         """Runs the forwards with parameters that are gathered; returns the micro-batches, and the outputs by number.
 
         The rank of the last stage has the outputs.
@@ -223,7 +239,10 @@ class PipelinedModel(nn.Module):
             outputs[number] = output
             return torch.zeros((), device=plan.device)
 
-        self.pipeline.run(Feed(self._inputs(parts), (samples // count, tokens), finish), backward=False)
+        feed = Feed(self._inputs(parts), (samples // count, tokens), finish, routers)
+        self.pipeline.run(feed, backward=False)
+        if routers is not None:
+            routers.sum()
         return parts, outputs
 
     @torch.no_grad()
@@ -285,6 +304,25 @@ class PipelinedModel(nn.Module):
         dist.broadcast(found, group=plan.group, group_src=plan.last_rank)
         return found
 
+    def _routers(self, groups: Sequence[dist.ProcessGroup | None], *, training: bool) -> RouterSums:
+        """Sums of the load-balancing loss of one call over the ranks of all groups.
+
+        Raises:
+            BackendError: the call cannot have that loss.
+        """
+        plan = self.pipeline.plan
+        routers = check_routers(self.module, self._config, training=training)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.current
+        # Ranks of one stage average their gradients; tensor-parallel ones count their tokens several times.
+        ranks = dist.get_world_size(plan.together) / dist.get_world_size(plan.group) if training else 1.0
+        return RouterSums(routers, groups, scale=scale * ranks, device=plan.device)
+
+    @property
+    def _evaluating_groups(self) -> list[dist.ProcessGroup | None]:
+        """Groups of ranks that evaluate equally many batches: other replicas may have other numbers of them."""
+        context = None if self.sequences is None else self.sequences.context.group
+        return [self.pipeline.plan.group, *(one for one in (self.experts, context) if one is not None)]
+
     def _gathered(self) -> AbstractContextManager[None]:
         """Context in which this rank's stages have full parameters."""
         return nullcontext() if self.shards is None else self.shards.gathered()
@@ -308,8 +346,8 @@ class PipelinedModel(nn.Module):
         names = self._own_names - {"labels"}
         return [{name: value for name, value in part.items() if name in names} for part in parts]
 
-    def _total(self, losses: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Sum of the losses of all micro-batches, which the last stage has, on every rank."""
+    def _total(self, losses: Mapping[int, torch.Tensor], routers: RouterSums | None) -> torch.Tensor:
+        """Sum of the losses of all micro-batches, which the last stage has, and of the routers, on every rank."""
         plan = self.pipeline.plan
         wide = torch.float32 if plan.device.type == "mps" else torch.float64
         total = torch.zeros((), dtype=wide, device=plan.device)
@@ -318,6 +356,8 @@ class PipelinedModel(nn.Module):
         dist.broadcast(total, group=plan.group, group_src=plan.last_rank)
         if self.sequences is not None:
             total = self.sequences.mean(total)
+        if routers is not None:
+            total += routers.weighted_loss
         return total if self._is_double else total.float()
 
     @property

@@ -37,18 +37,13 @@ class CausalLM:
         """Finds the parts of a model.
 
         Raises:
-            PrepareError: the model has parameters beside these parts, parts that share parameters otherwise than by a
-                tied embedding, or a loss of its routers.
+            PrepareError: the model has parameters beside these parts, or parts that share parameters otherwise than by
+                a tied embedding.
         """
         base_name, head_name = _base_and_head(model)
         base, head = model.get_submodule(base_name), model.get_submodule(head_name)
         blocks_name = _blocks_name(base)
         embeddings, behind = _around(base, blocks_name)
-        if getattr(getattr(model, "config", None), "output_router_logits", False):
-            raise PrepareError(
-                f"{type(model).__name__} adds the loss of its routers (output_router_logits=True), which pipeline "
-                "stages do not see; nearest: output_router_logits=False"
-            )
         embedding = cast(Any, model).get_input_embeddings()
         tied = embedding.weight if embedding.weight is cast(Any, head).weight else None
         found = cls(model, base_name, blocks_name, embeddings, behind, head_name, tied)

@@ -73,6 +73,16 @@ class FaultTolerantStage(PipelineStage):
         guard_shape_inference(self, self._guarded)
         repair_first_messages(self)
 
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Operations that receive gradients; before the first ones, routers of all stages are summed.
+
+        By then GPipe has run all forwards, and no rank waits for a gradient yet.
+        """
+        feed = cast(Any, self.submod).feed
+        if bwd_chunk_id == 0 and self.has_backward and feed.routers is not None:
+            feed.routers.sum()
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:

@@ -11,6 +11,8 @@ from torch import nn
 
 from accel_backends.parallel.pipeline.causal_lm import CausalLM
 from accel_backends.parallel.pipeline.faults import Faults
+from accel_backends.parallel.pipeline.router_sums import Routers, RouterSums
+from accel_backends.parallel.router_loss import MASK, ROUTER_LOGITS
 from accel_state.errors import BackendError
 
 InPrecision = Callable[[nn.Module], nn.Module]
@@ -26,11 +28,13 @@ class Feed:
         inputs: keyword arguments of the model for each micro-batch.
         shape: samples and tokens of each micro-batch.
         finish: called on the last stage with the number and the output of a micro-batch; returns its loss.
+        routers: sums of the load-balancing loss, to which all stages add; None: the call does not have that loss.
     """
 
     inputs: Sequence[Mapping[str, Any]]
     shape: tuple[int, ...]
     finish: Callable[[int, Any], torch.Tensor]
+    routers: RouterSums | None = None
 
 
 @final
@@ -165,6 +169,9 @@ class Stage(nn.Module):
         self.__dict__.update(_sources=((whole.model, model), (whole.base, base)))
         self.target = in_precision(model if self.last else base)
         self._accepted = None if self.last else _accepted_by_base(whole.model, whole.base)
+        self._has_routers = Routers.of(whole.model) is not None
+        if self._has_routers:
+            whole.base.register_forward_pre_hook(self._record_routers, with_kwargs=True)
         self._received: torch.Tensor | None = None
         self._sent: torch.Tensor | None = None
         # By whether there is a backward: traits of what the stage was given, and of its result.
@@ -194,6 +201,8 @@ class Stage(nn.Module):
             self._received = given
             inputs.pop("input_ids", None)
             inputs["inputs_embeds"] = given.detach()
+        if self._has_routers:
+            inputs[ROUTER_LOGITS] = False  # the last stage would compute the loss of its own layers
         if self._accepted is not None:
             inputs = {key: value for key, value in inputs.items() if self._accepted(key)}
         output = self.target(**inputs, use_cache=False, return_dict=True)
@@ -203,6 +212,8 @@ class Stage(nn.Module):
         else:
             assert self._sent is not None
             result, self._sent = self._sent, None
+        if self.feed.routers is not None:
+            result = self.feed.routers.attach(index, result, output, self.feed.inputs[index].get(MASK))
         shapes = ((1,) if self.first else self.feed.shape, (1,) if self.last else self.feed.shape)
         traits = (_Traits.of(given, shapes[0]), _Traits.of(result, shapes[1]))
         self._traits[torch.is_grad_enabled()] = traits
@@ -233,6 +244,11 @@ class Stage(nn.Module):
             "input_args": given.example((1,) if self.first else shape),
             "output_args": result.example((1,) if self.last else shape),
         }
+
+    def _record_routers(
+        self, base: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**options, ROUTER_LOGITS: self.feed is not None and self.feed.routers is not None}
 
     def _replace_input(
         self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
