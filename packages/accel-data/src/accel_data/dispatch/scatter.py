@@ -112,9 +112,9 @@ class Dealer:
 def slice_rows(batch: Any, wanted: slice, rows: int) -> Any:
     """Slices the rows of a batch of ``rows`` rows, in containers of the same types.
 
-    A tensor has rows if its first dimension has length ``rows``; a list, if it holds ``rows`` entries in which no tensor
-    has rows itself (strings, one ragged tensor per sample); a tuple, if it holds ``rows`` strings. Leaves without rows
-    are returned unchanged.
+    A tensor has rows if its first dimension has length ``rows``; a list, if it holds ``rows`` entries in which no
+    tensor has rows itself (strings, one ragged tensor per sample); a tuple, if it holds ``rows`` strings. Leaves
+    without rows are returned unchanged.
     """
     if isinstance(batch, torch.Tensor):
         return batch[wanted] if batch.ndim and len(batch) == rows else batch
