@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from torch.utils.hooks import RemovableHandle
 
-    from accel.checkpoints.checkpointer import LoadHook, SaveHook
+    from accel.checkpoints.state_hooks import LoadHook, SaveHook
     from accel.checkpoints.train_state import Stateful
     from accel.prepared import PreparationOptions
     from accel.setup.build import Components
@@ -460,7 +460,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         self._checkpointer.register(objects)
 
     def register_save_state_pre_hook(self, hook: "SaveHook") -> "RemovableHandle":
-        """Calls ``hook(models, weights, output_dir)`` before saving; weights that it removes from the list are skipped.
+        """Calls ``hook(models, weights, output_dir)`` before saving; it may remove or replace weights in the list.
 
         Files that it writes into ``output_dir``, also in subfolders, become part of the checkpoint: they are digested
         and committed with the rest, and a load hook finds them in ``input_dir``. ``output_dir`` is always a local
