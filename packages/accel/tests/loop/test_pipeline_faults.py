@@ -152,3 +152,59 @@ def test_micro_batches_are_halved_until_they_fit_all_stages(rank):
     assert accelerator.find_micro_batch_size(lambda part: model(**part).loss, batch) == 2
     assert all(parameter.grad is None for parameter in model.parameters())
     accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_call_without_labels_on_one_rank(rank, culprit):
+    """In the first call and in a later one, in training and in evaluation, with gradients and without."""
+    accelerator = accelerator_of({"pp_size": 2}, {})
+    model, plain = llama().double(), llama().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    batch = next(iter(loader()))
+    given = {name: value for name, value in batch.items() if name != "labels" or rank != culprit}
+    expected, words = (
+        (BackendError, "^LlamaForCausalLM was called in training without labels")
+        if rank == culprit
+        else (CollectiveError, rf"rank {culprit} failed in the arguments of the call: .* in training without labels")
+    )
+    ranks = rf"with labels on ranks {1 - culprit}, and without labels on ranks {culprit}, which are one pipeline"
+    for _ in range(2):
+        begin = monotonic()
+        with pytest.raises(expected, match=words):
+            model(**given)
+        with torch.no_grad(), pytest.raises(BackendError, match=ranks):
+            model(**given)
+        model.eval()
+        with pytest.raises(BackendError, match=ranks):
+            model(**given)
+        model.train()
+        assert monotonic() - begin < 20
+        assert model(**batch).loss.isfinite()
+    accelerator.backward(model(**batch).loss)
+    plain(**batch).loss.backward()
+    found = accelerator.full_gradients(model)
+    assert max(distance(found[name], one.grad) for name, one in plain.named_parameters()) <= 1e-6  # fp32 norms
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "axis",
+    [
+        "cp_size",
+        "ep_size",
+        pytest.param("tp_size", marks=pytest.mark.slow),
+        pytest.param("dp_shard_size", marks=pytest.mark.slow),
+    ],
+)
+def test_a_call_without_labels_among_sharded_stages(rank, axis):
+    accelerator = accelerator_of({"pp_size": 2, axis: 2}, {})
+    model = (mixtral if axis == "ep_size" else llama)().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    tokens = next(iter(loader()))["input_ids"]
+    own = {} if rank == 2 else {"labels": tokens}
+    with pytest.raises(BackendError if rank == 2 else CollectiveError, match="was called in training without labels"):
+        model(input_ids=tokens, **own)
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()
+    accelerator.end_training()

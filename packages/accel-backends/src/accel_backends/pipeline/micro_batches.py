@@ -51,6 +51,13 @@ def batch_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
     return tokens.shape[0], tokens.shape[1]
 
 
+def without_labels(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Labels of a batch (int64, samples x tokens) none of whose tokens has one."""
+    samples, tokens = batch_shape(inputs)
+    device = inputs.get("input_ids", inputs.get("inputs_embeds")).device
+    return torch.full((samples, tokens), IGNORED, device=device)
+
+
 def check_divisible(samples: int, count: int) -> None:
     """Refuses a batch that does not divide into the micro-batches.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel_backends.ops.dtensor import local_of
 from accel_backends.ops.fqn import WRAPS
-from accel_backends.parallel.pipeline.pipeline import Pipeline
+from accel_backends.parallel.pipeline.pipeline import ARGUMENTS, Pipeline
 from accel_backends.parallel.pipeline.router_sums import RouterSums
 from accel_backends.parallel.pipeline.shards import StageShards
 from accel_backends.parallel.pipeline.stages import Feed
@@ -30,6 +30,7 @@ from accel_backends.pipeline.micro_batches import (
     named_arguments,
     split_batch,
     token_weights,
+    without_labels,
 )
 from accel_backends.pipeline.output import PipelineOutput, joined_outputs, sent_to_all
 from accel_backends.pipeline.router_loss import check_routers
@@ -99,19 +100,18 @@ class PipelinedModel(nn.Module):
         """Runs the schedule for one batch.
 
         Raises:
-            BackendError: the batch does not divide into micro-batches, or there is no loss in training.
+            BackendError: the batch does not divide into micro-batches, there is no loss in training, or only some ranks
+                have labels.
+            CollectiveError: the first two on other ranks.
 
         Collective: every rank of the group must call this.
         """
         given = named_arguments(self.module, args, kwargs)
-        training = torch.is_grad_enabled() and (self._config.loss_fn is not None or self._has_labels(given))
-        if torch.is_grad_enabled() and self.training and not training:
-            raise BackendError(
-                f"{type(self.module).__name__} was called in training without labels; the backward of a pipeline runs "
-                "in the call, so the call has to compute the loss: pass labels, or give the loss to "
-                "PipelineParallelConfig(loss_fn=lambda outputs, batch: ...). To evaluate, call it under torch.no_grad()"
-            )
-        output = self._trained(given) if training else self._evaluated(given)
+        gradients, labelled = torch.is_grad_enabled(), self._has_labels(given)
+        known = labelled or self._config.loss_fn is not None
+        if gradients and not self.training and self._config.loss_fn is None:
+            self.pipeline.agree_on_labels(labelled)  # otherwise some ranks would train and others evaluate
+        output = self._trained(given) if gradients and (self.training or known) else self._evaluated(given)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def _divided(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[float], tuple[int, int]]:
@@ -128,14 +128,17 @@ class PipelinedModel(nn.Module):
         asked = router_loss_asked(self.module, given)
         # Otherwise stages would wait for tokens, or for choices, of a rank that cannot run its batch.
         first = self.experts is not None or asked
+        missing = self._missing_labels(given)
         try:
+            if missing is not None:  # this rank runs the schedule as the others do, which wait for its messages
+                given = {**given, "labels": without_labels(given)}
             routers = self._routers([self.pipeline.plan.together], training=True) if asked else None
             parts, weights, shape = self._divided(given)
         except Exception as error:
             with nullcontext() if first else self._gathered():
-                self.pipeline.fail(error)
+                self.pipeline.fail(missing or error)
         if first:
-            self.pipeline.agree()
+            self.pipeline.agree(missing, ARGUMENTS)
         loss_fn = self._config.loss_fn
         scale = 1.0 if self._loss_scale is None else self._loss_scale.current
         losses: dict[int, torch.Tensor] = {}
@@ -156,7 +159,7 @@ class PipelinedModel(nn.Module):
         check = None if self.experts is None else self._check_factor
         held = HeldGradients(trained, scale=scale, on_added=self._note_added, check=check)
         with held.collect(), self._gathered():
-            self.pipeline.run(Feed(self._inputs(parts), shape, finish, routers), backward=True)
+            self.pipeline.run(Feed(self._inputs(parts), shape, finish, routers), backward=True, error=missing)
             self._sum_tied()
         total = self._total(losses, routers)
         fields = {} if routers is None else {"aux_loss": routers.loss.to(total.dtype)}
@@ -239,7 +242,7 @@ class PipelinedModel(nn.Module):
             outputs[number] = output
             return torch.zeros((), device=plan.device)
 
-        feed = Feed(self._inputs(parts), (samples // count, tokens), finish, routers)
+        feed = Feed(self._inputs(parts), (samples // count, tokens), finish, routers, self._has_labels(given))
         self.pipeline.run(feed, backward=False)
         if routers is not None:
             routers.sum()
@@ -330,6 +333,16 @@ class PipelinedModel(nn.Module):
     def _own_tokens(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's shard of the arguments of a call."""
         return given if self.sequences is None else self.sequences.sharded(given)
+
+    def _missing_labels(self, given: Mapping[str, Any]) -> BackendError | None:
+        """Error of a call in training that cannot compute its loss."""
+        if self._config.loss_fn is not None or self._has_labels(given):
+            return None
+        return BackendError(
+            f"{type(self.module).__name__} was called in training without labels; the backward of a pipeline runs "
+            "in the call, so the call has to compute the loss: pass labels, or give the loss to "
+            "PipelineParallelConfig(loss_fn=lambda outputs, batch: ...). To evaluate, call it under torch.no_grad()"
+        )
 
     def _has_labels(self, given: Mapping[str, Any]) -> bool:
         """Whether there are labels, or shifted labels of shards, which ``sequences`` make labels."""

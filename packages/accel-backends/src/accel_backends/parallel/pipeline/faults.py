@@ -1,6 +1,6 @@
 """Errors of pipeline stages, which all ranks learn at the end of the schedule, so that none waits for a failed one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast, final
 
@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from accel_backends.private import guard_shape_inference, repair_first_messages
 from accel_state.collectives.objects import all_gather_object
-from accel_state.errors import CollectiveError, relayed
+from accel_state.errors import BackendError, CollectiveError, relayed
 from accel_state.process_group.group import sends_from_host
 from accel_state.watchdog.decorator import recorded
 
@@ -39,23 +39,39 @@ class Faults:
             self.place = f"rank {dist.get_rank()} failed in the {where}"
 
     @recorded("errors of pipeline stages", shared=False)
-    def agree(self, group: dist.ProcessGroup | None) -> None:
+    def agree(self, group: dist.ProcessGroup | None, *, labelled: bool | None = None) -> None:
         """Raises on every rank if a stage of any rank has failed: there its own error, elsewhere a CollectiveError.
 
-        Collective: every rank of the group must call this. Sends one number from host memory where the group can, so
+        ``labelled``: whether this rank's call has labels, which all ranks of the group must have, or none; None: that
+        is not compared.
+
+        Collective: every rank of the group must call this. Sends three numbers from host memory where the group can, so
         that no rank waits for its device.
         """
         device = torch.device("cpu") if sends_from_host(group) else torch.accelerator.current_accelerator()
-        failed = torch.tensor(int(self.error is not None), device=device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-        if not int(failed):
+        mine = [int(self.error is not None), int(labelled is True), int(labelled is False)]
+        found = torch.tensor(mine, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        failed, with_labels, without = found.tolist()
+        if not failed and not (with_labels and without):
             return
+        if not failed:
+            given = all_gather_object((dist.get_rank(), labelled), group=group)
+            raise _different_labels({one for one, has in given if has}, {one for one, has in given if not has})
         said = f"{type(self.error).__name__}: {self.error}"[:_MOST]
         everybody = all_gather_object(None if self.error is None else f"{self.place}: {said}", group=group)
         if self.error is not None:
             self.error.add_note(self.place)
             raise self.error
         raise relayed(CollectiveError("; ".join(one for one in everybody if one is not None)))
+
+
+def _different_labels(having: Collection[int], without: Collection[int]) -> BackendError:
+    with_labels, none = (", ".join(map(str, sorted(ranks))) for ranks in (having, without))
+    return BackendError(
+        f"the model was called with labels on ranks {with_labels}, and without labels on ranks {none}, which are one "
+        "pipeline; nearest: the same arguments on all ranks of a pipeline"
+    )
 
 
 @final

@@ -20,6 +20,8 @@ from accel_backends.parallel.pipeline.stages import Feed, Stage
 from accel_backends.private import answer_shape_messages, leave_out_backwards
 from accel_state.collectives.group_argument import is_fake
 
+ARGUMENTS: Final = "arguments of the call"
+"""Place of errors of a rank that cannot run its batch."""
 _FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F"})
 # torch 2.9 has no such option, and joins the outputs, which are one number for each micro-batch.
 _NO_OUTPUTS: Final = {"return_outputs": False} if "return_outputs" in signature(ScheduleGPipe.step).parameters else {}
@@ -65,16 +67,18 @@ class Pipeline:
         # By whether there is a backward: the shape of the micro-batches, and the schedule with buffers of that shape.
         self._schedules: dict[bool, tuple[object, Any]] = {}
 
-    def run(self, feed: Feed, *, backward: bool) -> None:
+    def run(self, feed: Feed, *, backward: bool, error: Exception | None = None) -> None:
         """Computes the forwards of all micro-batches, and with ``backward`` the gradients of the sum of their losses.
 
-        Gradients are added to those that are there.
+        Gradients are added to those that are there. With ``error``, one of the arguments of the call, this rank raises
+        it at the end; before, it computes with the other ranks, which wait for its messages and its collectives.
 
         Collective: every rank of the group must call this, and with ``backward`` those of all replicas.
 
         Raises:
             Exception: that of a stage of this rank.
             CollectiveError: a stage of another rank failed; names the rank and the stage.
+            BackendError: without ``backward``, only some ranks of the pipeline have labels.
         """
         faults = Faults()
         for stage in self.stages:
@@ -86,7 +90,12 @@ class Pipeline:
         try:
             with torch.set_grad_enabled(backward):
                 schedule.step(*given, target=target, number=numbers, **_NO_OUTPUTS)
-            faults.agree(self.plan.together if backward else self.plan.group)
+            if error is not None:
+                faults.note(error, ARGUMENTS)
+            if backward:
+                faults.agree(self.plan.together)
+            else:
+                faults.agree(self.plan.group, labelled=feed.labelled)
         except BaseException:
             self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
             raise
@@ -94,7 +103,17 @@ class Pipeline:
             for stage in self.stages:
                 stage.feed = stage.faults = None
 
-    def agree(self, error: Exception | None = None) -> None:
+    def agree_on_labels(self, labelled: bool) -> None:
+        """Raises on every rank of the pipeline if only some have labels.
+
+        Collective: every rank of the pipeline must call this.
+
+        Raises:
+            BackendError: names the ranks.
+        """
+        Faults().agree(self.plan.group, labelled=labelled)
+
+    def agree(self, error: Exception | None = None, where: str = "backward of the loss") -> None:
         """Raises on every rank if one has an error, or cannot run its batch and calls ``fail``.
 
         Collective: every rank of all replicas must call this, or ``fail``.
@@ -105,7 +124,7 @@ class Pipeline:
         """
         faults = Faults()
         if error is not None:
-            faults.note(error, "backward of the loss")
+            faults.note(error, where)
         faults.agree(self.plan.together)
 
     def fail(self, error: Exception) -> NoReturn:
@@ -117,7 +136,7 @@ class Pipeline:
             Exception: the error.
         """
         faults = Faults()
-        faults.note(error, "arguments of the call")
+        faults.note(error, ARGUMENTS)
         faults.agree(self.plan.together)
         raise error  # ``agree`` has raised it
 

@@ -29,12 +29,14 @@ class Feed:
         shape: samples and tokens of each micro-batch.
         finish: called on the last stage with the number and the output of a micro-batch; returns its loss.
         routers: sums of the load-balancing loss, to which all stages add; None: the call does not have that loss.
+        labelled: in evaluation, whether there are labels.
     """
 
     inputs: Sequence[Mapping[str, Any]]
     shape: tuple[int, ...]
     finish: Callable[[int, Any], torch.Tensor]
     routers: RouterSums | None = None
+    labelled: bool | None = None
 
 
 @final
