@@ -123,6 +123,30 @@ def test_a_base_of_torchao_is_saved_and_loaded_to_the_bit(weights: str, tmp_path
         accelerator.save_model(model, tmp_path / "export")
 
 
+def by_another_library(seed: int) -> nn.Module:
+    """Layers of bitsandbytes as transformers makes them with a ``quantization_config``."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    torch.manual_seed(seed)
+    model = Adapted()
+    for number in (0, 2):
+        made = layers.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
+        made.weight = layers.Int8Params(torch.randn(64, 64), requires_grad=False, has_fp16_weights=False).to("cpu")
+        model.base[number] = made
+    return model
+
+
+def test_a_base_in_8_bits_that_another_library_quantized_is_resumed(tmp_path: Path) -> None:
+    x = torch.randn(4, 64)
+    accelerator, other = Accelerator(cpu=True), Accelerator(cpu=True)
+    model = accelerator.prepare_model(by_another_library(0)).eval()
+    accelerator.save_state(tmp_path / "state")
+    expected = model(x)
+    loaded = other.prepare_model(by_another_library(1)).eval()
+    assert not loaded(x).equal(expected)
+    other.load_state(tmp_path / "state")
+    assert loaded(x).equal(expected)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("version", [1, 2])
 def test_an_ignored_base_of_torchao_is_loaded_beside_sharded_adapters(rank: int, version: int, tmp_path: Path) -> None:
