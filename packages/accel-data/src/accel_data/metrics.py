@@ -23,9 +23,9 @@ def gather_for_metrics(
 
     Tensors in any nesting are concatenated along dimension 0. Other data (or all data, with ``use_gather_object``) are
     gathered as objects: the items of a list or array count as rows, and the result is one list. ``real_counts`` None
-    keeps all rows: no sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an uneven end of
-    an epoch) are not waited for, and do not receive the rows of the others. Tensors on XLA devices already have the
-    rows of all ranks.
+    keeps all rows: no sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an
+    uneven end of an epoch) are not waited for, and do not receive the rows of the others. Tensors on XLA devices
+    already have the rows of all ranks.
 
     Args:
         shard_of: data shard of each rank. Ranks with the same shard (they split the model, not the samples) have the
