@@ -22,10 +22,10 @@ def gather_for_metrics(
     """Gathers ``data`` from all ranks and keeps the first ``real_counts[shard]`` rows of each data shard.
 
     Tensors in any nesting are concatenated along dimension 0. Other data (or all data, with ``use_gather_object``) are
-    gathered as objects: the items of a list count as rows, and the result is one list. ``real_counts`` None keeps all
-    rows: no sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an uneven end of
-    an epoch) are not waited for, and do not receive the rows of the others. Tensors on XLA devices already have the
-    rows of all ranks.
+    gathered as objects: the items of a list or array count as rows, and the result is one list. ``real_counts`` None
+    keeps all rows: no sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an
+    uneven end of an epoch) are not waited for, and do not receive the rows of the others. Tensors on XLA devices
+    already have the rows of all ranks.
 
     Args:
         shard_of: data shard of each rank. Ranks with the same shard (they split the model, not the samples) have the
@@ -128,7 +128,9 @@ def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_
 
 
 def _first(data: Any, count: int) -> Any:
-    return list(data[:count]) if isinstance(data, list | tuple) else data
+    """The first ``count`` items of a list, tuple or array; anything else is unchanged."""
+    is_array = hasattr(data, "__array__") and getattr(data, "ndim", 0) > 0
+    return list(data[:count]) if isinstance(data, list | tuple) or is_array else data
 
 
 def _pad_rows(rows: torch.Tensor, size: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -271,7 +271,7 @@ class Checkpointer:
     ) -> "Location":
         """See ``Accelerator.load_state``."""
         strategy = self._strategy
-        with self._log.checkpointing("loaded") as tell:
+        with self._log.checkpointing("loaded") as tell, _outside_inference_mode():
             self.wait()
             options = self._agreed_options(strict, parts, allow_changed_data)
             checkpoint, restoration = self._loaded(input_dir, options)
@@ -408,3 +408,13 @@ class Checkpointer:
             parallelism=strategy.parallelism,
             data_shards=strategy.data_shard.count,
         )
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Suspends the caller's ``torch.inference_mode``, whose tensors no later step could change."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
