@@ -34,7 +34,7 @@ from accel_backends.fsdp.validate import (
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.fsdp1.gradients import FlatGradients
 from accel_backends.fsdp1.states import MESHLESS, FlatStates, updated
-from accel_backends.fsdp1.wrap import check_trained, find_fsdp1, outside_units, wrapper_arguments
+from accel_backends.fsdp1.wrap import check_ignored, check_trained, find_fsdp1, outside_units, wrapper_arguments
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.dtensor import is_quantized
@@ -103,6 +103,7 @@ class FSDP1Backend(ModuleBackend):
             check_hooks(model, units, version=1)
             check_gradients(model, units)
             check_dimensions(model, units)
+            check_ignored(innermost(model), units)
             if self._options.sharding_strategy is ShardingLevel.NO_SHARD:
                 check_trained(innermost(model), units)
             splitting |= {id(parameter): parameter for parameter in parameters_to_split(model, units)}
