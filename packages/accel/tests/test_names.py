@@ -16,7 +16,8 @@ PATHS = {
         "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
         "InitProcessGroupKwargs ParallelismConfig PartialState ProfileKwargs debug_launcher find_executable_batch_size "
-        "is_rich_available notebook_launcher skip_first_batches synchronize_rng_states __version__"
+        "is_rich_available load_checkpoint_in_model notebook_launcher skip_first_batches synchronize_rng_states "
+        "__version__"
     ),
     "accel.state": "PartialState AcceleratorState GradientState is_initialized",
     "accel.logging": "get_logger MultiProcessAdapter",
@@ -112,6 +113,8 @@ def test_naming_accelerator_makes_few_objects() -> None:
         ("from accel import build_pipeline", "prepare_pippy splits"),
         ("from accel.utils import is_port_in_use", "nothing to do with training"),
         ("from accel.utils import MegatronLMPlugin", "accel-megatron"),
+        ("from accel.utils import compile_regions_fsdp2", "use_regional_compilation"),
+        ("from accel.utils import fsdp2_apply_ac", "inner part"),
     ],
 )
 def test_importing_a_name_that_only_accelerate_has_says_what_works_instead(statement: str, instead: str) -> None:

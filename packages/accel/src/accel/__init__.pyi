@@ -26,6 +26,7 @@ from accel_inference import infer_auto_device_map as infer_auto_device_map
 from accel_inference import init_empty_weights as init_empty_weights
 from accel_inference import init_on_device as init_on_device
 from accel_inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_inference import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_launch.notebook.launchers import debug_launcher as debug_launcher
 from accel_launch.notebook.launchers import notebook_launcher as notebook_launcher
 from accel_observe.profiling.profiler import ProfileKwargs as ProfileKwargs
