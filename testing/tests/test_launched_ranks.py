@@ -9,6 +9,7 @@ from accel_testing.errors import RankDied, RankError
 from accel_testing.ranks.pool import RankPool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accel", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_ranks_of_a_launcher_are_kept_and_replaced(launcher: str) -> None:
     with RankPool(2, launcher=launcher) as pool:
@@ -24,6 +25,7 @@ def test_ranks_of_a_launcher_are_kept_and_replaced(launcher: str) -> None:
         assert not {*pool.run(os.getpid)} & {*first}
 
 
+@pytest.mark.slow
 def test_hash_seeds_of_launched_ranks_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_TESTING_HASH_SEED", "11")
     seen = []

@@ -46,6 +46,7 @@ def _reduce(scale: float) -> list[float]:
     return value.tolist()
 
 
+@pytest.mark.slow
 def test_ranks_start_in_a_process_with_more_than_a_thousand_files() -> None:
     with many_open_files(), RankPool(2) as pool:
         assert pool.run(dist.get_rank) == [0, 1]

@@ -28,6 +28,7 @@ def test_fails(rank):
 """
 
 
+@pytest.mark.slow
 def test_workers_run_ranks_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "test_many.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]

@@ -35,8 +35,8 @@ def test_a_name_without_a_counterpart_is_refused_when_it_is_used():
     absent = importlib.import_module("accelerate.utils").MegatronLMPlugin
     with pytest.raises(RuntimeError, match=r"MegatronLMPlugin of Accelerate has no counterpart.*accel-megatron has"):
         absent()
-    with pytest.raises(RuntimeError, match=r"prepare_pippy of Accelerate has no counterpart.*evaluation_mode=True"):
-        importlib.import_module("accelerate").prepare_pippy(None)
+    with pytest.raises(RuntimeError, match=r"build_pipeline of Accelerate has no counterpart.*prepare_pippy splits"):
+        importlib.import_module("accelerate.inference").build_pipeline(None)
 
 
 def test_megatron_is_refused_with_its_backend(monkeypatch):

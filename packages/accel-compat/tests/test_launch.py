@@ -32,6 +32,7 @@ def test_every_process_resolves_accelerate_to_accel(tmp_path, program, processes
     assert (done.returncode, done.stdout) == (0, f"[{ranks}, {OF_ACCEL}"), done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

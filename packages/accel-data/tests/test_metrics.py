@@ -22,9 +22,9 @@ SPLIT = ParallelismConfig(dp_shard_size=2, tp_size=2)
         ((2, -1), [0, 1]),
     ],
 )
-@pytest.mark.parametrize("as_objects", [False, True], ids=["tensors", "objects"])
+@pytest.mark.parametrize("kind", ["tensors", "lists", "arrays"])
 def test_ranks_that_split_the_model_give_their_samples_once(
-    rank: int, counts: tuple[int, ...] | None, kept: list[int], as_objects: bool
+    rank: int, counts: tuple[int, ...] | None, kept: list[int], kind: str
 ) -> None:
     session = Session.open(cpu=True)
     topologies = [replace(session.topology, rank=one) for one in range(4)]
@@ -33,6 +33,6 @@ def test_ranks_that_split_the_model_give_their_samples_once(
     if counts is not None and counts[shard_of[rank]] < 0:
         return  # has left the loop
     rows = torch.arange(3) + 3 * shard_of[rank]
-    data = rows.tolist() if as_objects else rows
+    data = {"tensors": rows, "lists": rows.tolist(), "arrays": rows.numpy()}[kind]
     gathered = gather_for_metrics(session, data, counts, shard_of=shard_of)
-    assert (gathered if as_objects else gathered.tolist()) == kept
+    assert (gathered.tolist() if kind == "tensors" else gathered) == kept

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from covertable import make
 
 from accel_planner import Candidate, Hardware, candidates
 from accel_planner.auto import able
@@ -72,9 +73,8 @@ def test_a_hybrid_takes_what_is_predicted(shape: str, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("strategy", runs(2))
-@pytest.mark.parametrize("shape", SHAPES)
+# Each pair of values is together in one of the cases.
+@pytest.mark.parametrize(("shape", "strategy", "precision"), make([list(SHAPES), runs(2), ["no", "bf16"]]))
 def test_what_is_predicted_is_what_two_ranks_take(shape: str, strategy: str, precision: str) -> None:
     if shape == "conv" and precision == "bf16" and strategy.startswith("zero"):
         pytest.skip("DeepSpeed's bf16 has no batch norm in mixed precision")

@@ -16,7 +16,8 @@ PATHS = {
         "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
         "InitProcessGroupKwargs ParallelismConfig PartialState ProfileKwargs debug_launcher find_executable_batch_size "
-        "is_rich_available notebook_launcher skip_first_batches synchronize_rng_states __version__"
+        "is_rich_available load_checkpoint_in_model notebook_launcher skip_first_batches synchronize_rng_states "
+        "__version__"
     ),
     "accel.state": "PartialState AcceleratorState GradientState is_initialized",
     "accel.logging": "get_logger MultiProcessAdapter",
@@ -24,6 +25,7 @@ PATHS = {
     "IterableDatasetShard SkipBatchSampler get_sampler",
     "accel.optimizer": "PreparedOptimizer AcceleratedOptimizer",
     "accel.scheduler": "PreparedScheduler AcceleratedScheduler",
+    "accel.inference": "prepare_pippy",
     "accel.local_sgd": "LocalSGD",
     "accel.parallelism_config": "ParallelismConfig",
     "accel.launchers": "debug_launcher notebook_launcher",
@@ -108,9 +110,11 @@ def test_naming_accelerator_makes_few_objects() -> None:
 @pytest.mark.parametrize(
     ("statement", "instead"),
     [
-        ("from accel import prepare_pippy", "load_checkpoint_and_dispatch"),
+        ("from accel import build_pipeline", "prepare_pippy splits"),
         ("from accel.utils import is_port_in_use", "nothing to do with training"),
         ("from accel.utils import MegatronLMPlugin", "accel-megatron"),
+        ("from accel.utils import compile_regions_fsdp2", "use_regional_compilation"),
+        ("from accel.utils import fsdp2_apply_ac", "inner part"),
     ],
 )
 def test_importing_a_name_that_only_accelerate_has_says_what_works_instead(statement: str, instead: str) -> None:
@@ -121,8 +125,8 @@ def test_importing_a_name_that_only_accelerate_has_says_what_works_instead(state
 
 
 def test_a_name_that_only_accelerate_has_is_no_attribute() -> None:
-    with pytest.raises(AttributeError, match=f"inference.*{PAGE}"):
-        accel.inference  # noqa: B018
+    with pytest.raises(AttributeError, match=f"commands.*{PAGE}"):
+        accel.commands  # noqa: B018
     assert not hasattr(accel.utils, "is_port_in_use")
     with pytest.raises(ImportError, match=r"^cannot import name 'Acelerator' from 'accel' \("):
         exec("from accel import Acelerator", {})

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from accel.utils import (
     TorchAOQuantizationConfig,
     load_and_quantize_model,
 )
-from accel_state.errors import PrepareError
+from accel_state.errors import CheckpointError, CheckpointMismatchError, PrepareError
 
 
 class Adapted(nn.Module):
@@ -91,6 +92,83 @@ def test_adapters_of_two_ranks_learn_the_same(rank: int, kind: str) -> None:
     assert torch.equal(*found.adapters)
 
 
+def of_torchao(seed: int, **options: Any) -> nn.Module:
+    pytest.importorskip("torchao")
+    torch.manual_seed(seed)
+    config = TorchAOQuantizationConfig(torch_dtype=torch.float32, skip_modules=["down", "up"], **options)
+    return load_and_quantize_model(Adapted(), config)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+def test_a_base_of_torchao_is_saved_and_loaded_to_the_bit(weights: str, tmp_path: Path) -> None:
+    accelerator, x = Accelerator(cpu=True), torch.randn(4, 64)
+    model = accelerator.prepare(of_torchao(0, weights=weights))
+    accelerator.save_state(tmp_path / "state")
+    other = Accelerator(cpu=True)
+    loaded = other.prepare(of_torchao(1, weights=weights))
+    kept, before = loaded.base[0].weight, loaded(x)
+    other.load_state(tmp_path / "state")
+    assert loaded.base[0].weight is kept
+    assert loaded(x).equal(model(x))
+    assert not loaded(x).equal(before)
+    for different in (
+        of_torchao(1, weights="int8" if weights != "int8" else "int4", group_size=64),
+        Adapted(),
+    ):
+        another = Accelerator(cpu=True)
+        another.prepare(different)
+        with pytest.raises(CheckpointMismatchError, match=r"base\.0\.weight is torchao.* there and .*quantize"):
+            another.load_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=r"base\.0\.weight is a torchao.*nearest: save_state"):
+        accelerator.save_model(model, tmp_path / "export")
+
+
+def by_another_library(seed: int) -> nn.Module:
+    """Layers of bitsandbytes as transformers makes them with a ``quantization_config``."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    torch.manual_seed(seed)
+    model = Adapted()
+    for number in (0, 2):
+        made = layers.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
+        made.weight = layers.Int8Params(torch.randn(64, 64), requires_grad=False, has_fp16_weights=False).to("cpu")
+        model.base[number] = made
+    return model
+
+
+def test_a_base_in_8_bits_that_another_library_quantized_is_resumed(tmp_path: Path) -> None:
+    x = torch.randn(4, 64)
+    accelerator, other = Accelerator(cpu=True), Accelerator(cpu=True)
+    model = accelerator.prepare_model(by_another_library(0)).eval()
+    accelerator.save_state(tmp_path / "state")
+    expected = model(x)
+    loaded = other.prepare_model(by_another_library(1)).eval()
+    assert not loaded(x).equal(expected)
+    other.load_state(tmp_path / "state")
+    assert loaded(x).equal(expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_ignored_base_of_torchao_is_loaded_beside_sharded_adapters(rank: int, version: int, tmp_path: Path) -> None:
+    x, models = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)), []
+    for seed in (0, 1):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, ignored_modules="base")
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        made = of_torchao(seed, weights="int8")
+        for parameter in made.base.parameters():
+            parameter.requires_grad = False
+        model, optimizer = accelerator.prepare(made, torch.optim.SGD([made.down.weight, made.up.weight], lr=0.1))
+        if seed == 0:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            accelerator.save_state(tmp_path / "state")
+        else:
+            accelerator.load_state(tmp_path / "state")
+        models.append(model)
+    saved, loaded = models
+    assert loaded(x).equal(saved(x))
+
+
 def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {name: one for name, one in model.named_parameters() if name.startswith(("down", "up"))}
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
@@ -107,6 +185,7 @@ def with_optimizer(kind: str, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Mod
 @pytest.mark.parametrize(
     ("kind", "strategy", "dtype"),
     [
+        ("int8", "ddp", torch.float32),
         ("8bit", "ddp", torch.float64),
         ("4bit", "ddp", torch.float32),
         ("4bit", "fsdp", torch.float32),

@@ -84,9 +84,8 @@ def test_one_that_needs_full_parameters_is_refused(version: int, kind: str, near
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("version", [2, 1])
-def test_one_that_updates_nothing_sharded_is_none_of_the_backends_business(version: int) -> None:
-    config = FSDPConfig(fsdp_version=version, ignored_modules="2")
+def test_one_that_updates_nothing_sharded_is_none_of_the_backends_business() -> None:
+    config = FSDPConfig(ignored_modules="2")
     backend = load_backend(config.backend)(Run(Session.open(cpu=True), PrecisionPolicy.parse("no")), config)
     model = matrices()
     optimizer = torch.optim.Adafactor(model.get_submodule("2").parameters())

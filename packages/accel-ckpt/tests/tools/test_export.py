@@ -188,3 +188,13 @@ def test_what_one_file_cannot_hold_is_refused(
     with pytest.raises(CheckpointError, match=words):
         export_tensors(tensors, tmp_path / file)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_tensor_made_of_others_is_refused_by_name(tmp_path: Path) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    tensors = {"plain": torch.ones(2), "pair": TwoTensor(torch.ones(2), torch.zeros(2))}
+    for export, place in ((export_tensors, tmp_path / "a.safetensors"), (export_model, tmp_path)):
+        with pytest.raises(CheckpointError, match=r"pair is a torch\.testing.*TwoTensor, a tensor made of others"):
+            export(tensors, place)
+    assert os.listdir(tmp_path) == []

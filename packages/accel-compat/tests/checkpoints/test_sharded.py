@@ -89,3 +89,21 @@ def test_models_and_optimizers_with_a_damaged_shard_are_errors_on_every_rank(ran
     with pytest.raises(CheckpointError, match=said.format("optimizer_0")):
         load_fsdp_optimizer(plugin, accelerator, optimizer, model, run)
     SharedAcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_whose_name_resembles_that_of_shards_keeps_two_models_apart(rank, tmp_path):
+    run, plugin = tmp_path / "my_pytorch_model_fsdp_old", CompatFSDPPlugin(state_dict_type="SHARDED_STATE_DICT")
+    accelerator = CompatAccelerator(cpu=True)
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    saved = [model.weight.detach().clone() for model in models]
+    for index, model in enumerate(models):
+        save_fsdp_model(plugin, accelerator, model, run, index)
+        nn.init.zeros_(model.weight)
+    if rank == 0:
+        (run / "pytorch_model_fsdp_1").rename(tmp_path / "renamed")
+    accelerator.wait_for_everyone()
+    for index, folder in enumerate((run, tmp_path / "renamed")):  # a folder of shards may be named itself
+        load_fsdp_model(plugin, accelerator, models[index], folder, index)
+        assert torch.equal(models[index].weight, saved[index])
+    SharedAcceleratorState._reset_state(reset_partial_state=True)

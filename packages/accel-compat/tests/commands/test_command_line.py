@@ -57,7 +57,7 @@ def test_a_launched_program_resolves_accelerate_to_accel(tmp_path):
     assert "accel_compat" in done.stdout
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_the_test_command_trains_in_all_processes(tmp_path, processes):
     done = accelerate_in(tmp_path, "accelerate_cli", "test", "--cpu", "--num_processes", processes)

@@ -22,16 +22,24 @@ def gather_for_metrics(
     """Gathers ``data`` from all ranks and keeps the first ``real_counts[shard]`` rows of each data shard.
 
     Tensors in any nesting are concatenated along dimension 0. Other data (or all data, with ``use_gather_object``) are
-    gathered as objects: the items of a list count as rows, and the result is one list. ``real_counts`` None keeps all
-    rows: no sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an uneven end of
-    an epoch) are not waited for, and do not receive the rows of the others. Tensors on XLA devices already have the
-    rows of all ranks.
+    gathered as objects: the items of a list or array count as rows, and the result is one list. None beside tensors
+    stays None, unless ``data`` is a list. ``real_counts`` None keeps all rows: no sample was repeated, or their number
+    is unknown. Ranks without a batch in this step (-1: an uneven end of an epoch) are not waited for, and do not
+    receive the rows of the others. Tensors on XLA devices already have the rows of all ranks.
 
     Args:
         shard_of: data shard of each rank. Ranks with the same shard (they split the model, not the samples) have the
             same rows, of which the first rank's are kept. None: each rank has its own.
+
+    Raises:
+        DataError: ``data`` is no list and has tensors beside other objects, which have no rows to keep.
     """
-    leaves = nested.flatten(data)[0]
+    leaves, structure = nested.flatten(data)
+    if not use_gather_object and not isinstance(data, list) and _is_mixed(leaves):
+        _check_others(data)
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        rows = iter(gather_for_metrics(session, tensors, real_counts, shard_of=shard_of))
+        return nested.unflatten([None if leaf is None else next(rows) for leaf in leaves], structure)
     as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if not as_objects and session.world_size > 1 and any(is_full(leaf) for leaf in leaves):
 
@@ -77,6 +85,22 @@ def join_parts(data: Any, count: int, group: Any) -> Any:
             "(samples, tokens, ...); nearest: gather or reduce, which take one value of each rank"
         )
     return nested.map_leaves(lambda parts: torch.cat(parts.chunk(count), 1), gather(data, group=group))
+
+
+def _is_mixed(leaves: Sequence[Any]) -> bool:
+    tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return 0 < tensors < len(leaves)
+
+
+def _check_others(data: Any) -> None:
+    """Checks that all leaves of ``data`` that are no tensors are None."""
+    for path, leaf in nested.walk(data):
+        if leaf is not None and not isinstance(leaf, torch.Tensor):
+            raise DataError(
+                f"gather_for_metrics was given a {type(data).__name__} with tensors and a {type(leaf).__name__} at "
+                f"{path}; tensors and other objects are gathered in different ways; nearest: one call for the tensors "
+                "and one for a list of the other objects, one item for each row"
+            )
 
 
 def _gather_speakers(session: Session, data: Any, speaks: Sequence[bool], as_objects: bool) -> Any:
@@ -128,7 +152,9 @@ def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_
 
 
 def _first(data: Any, count: int) -> Any:
-    return list(data[:count]) if isinstance(data, list | tuple) else data
+    """The first ``count`` items of a list, tuple or array; anything else is unchanged."""
+    is_array = hasattr(data, "__array__") and getattr(data, "ndim", 0) > 0
+    return list(data[:count]) if isinstance(data, list | tuple) or is_array else data
 
 
 def _pad_rows(rows: torch.Tensor, size: int) -> torch.Tensor:

@@ -121,6 +121,26 @@ def test_a_ragged_sample_as_long_as_the_batch_makes_no_container_of_it():
     assert slice_rows(mixed, slice(0, 1), 2)[1] is mixed[1]
 
 
+def test_columns_in_containers_of_a_list_are_columns_with_as_many_containers_as_rows():
+    two = [{"image": torch.tensor([1, 2])}, {"mask": [torch.tensor([3, 4])]}]
+    assert slice_rows(two, slice(1, 2), 2) == [{"image": torch.tensor([2])}, {"mask": [torch.tensor([4])]}]
+    views = [{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3, 4])}]
+    assert slice_rows(views, slice(1, 2), 2) == [{"x": torch.tensor([2])}, {"x": torch.tensor([4])}]
+    samples = [{"x": torch.zeros(2)}, {"x": torch.zeros(5)}]
+    assert slice_rows(samples, slice(1, 2), 2) == [samples[1]]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_strings_follow_their_rows_through_torchs_default_collation(rows):
+    """Which makes a tuple of the strings of tuple samples."""
+    batch = torch.utils.data.default_collate([(torch.tensor(i), f"a{i}", f"b{i}") for i in range(rows)])
+    numbers, *names = slice_rows(batch, slice(1, rows), rows)
+    assert names == [tuple(f"{letter}{i}" for i in numbers.tolist()) for letter in "ab"]
+    words = torch.utils.data.default_collate([(f"a{i}", f"b{i}") for i in range(rows)])
+    assert slice_rows(words, slice(1, rows), rows) == [column[1:] for column in words]
+    assert join_rows([words, words], [rows, rows]) == [column + column for column in words]
+
+
 def test_repeating_more_rows_than_there_are_starts_again():
     assert ids_of(repeat_rows(batch_of([5, 6]), 2, 5)) == [5, 6, 5, 6, 5]
 

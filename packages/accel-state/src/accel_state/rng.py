@@ -80,7 +80,7 @@ def rng_state() -> dict[str, Any]:
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        PYTHON: {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        PYTHON: {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
         TORCH: torch.get_rng_state(),
     }
     if "numpy" in sys.modules:
@@ -152,7 +152,7 @@ def _numpy_state() -> dict[str, Any]:
             f"numpy's global generator is {found['bit_generator']}, which cannot be saved; expected MT19937"
         )
     return {
-        "key": torch.tensor([int(word) for word in found["state"]["key"]], dtype=torch.int64),
+        "key": torch.tensor([int(word) for word in found["state"]["key"]], dtype=torch.int64, device="cpu"),
         "pos": int(found["state"]["pos"]),
         "has_gauss": int(found["has_gauss"]),
         "gauss": float(found["gauss"]),

@@ -1,5 +1,6 @@
 from accel._version import __version__ as __version__
 from accel.accelerator import Accelerator as Accelerator
+from accel.inference import prepare_pippy as prepare_pippy
 from accel.local_sgd import LocalSGD as LocalSGD
 from accel.loop.accumulator import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel.loop.accumulator import StepClock as StepClock
@@ -25,6 +26,7 @@ from accel_inference import infer_auto_device_map as infer_auto_device_map
 from accel_inference import init_empty_weights as init_empty_weights
 from accel_inference import init_on_device as init_on_device
 from accel_inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_inference import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_launch.notebook.launchers import debug_launcher as debug_launcher
 from accel_launch.notebook.launchers import notebook_launcher as notebook_launcher
 from accel_observe.profiling.profiler import ProfileKwargs as ProfileKwargs
@@ -41,6 +43,7 @@ from accel_state import synchronize_rng_states as synchronize_rng_states
 from . import big_modeling as big_modeling
 from . import data_loader as data_loader
 from . import hooks as hooks
+from . import inference as inference
 from . import launchers as launchers
 from . import logging as logging
 from . import optimizer as optimizer

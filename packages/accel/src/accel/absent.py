@@ -5,10 +5,7 @@ from typing import Any
 PAGE = "docs/reference/differences.md"
 """The page that lists all of these names, with reasons."""
 
-_LARGE = (
-    "prepare_model(model, evaluation_mode=True) under ParallelismConfig(pp_size=...) computes a causal language model "
-    "in stages; dispatch_model and load_checkpoint_and_dispatch serve models larger than memory"
-)
+_STAGES = "prepare_pippy splits a causal language model into stages and runs them"
 _MEGATRON = "accel-megatron has MegatronLMPlugin, for strategy=; the loop is the ordinary one"
 _FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"
 _FP8 = 'mixed_precision="fp8" with AORecipeKwargs or TERecipeKwargs in kwargs_handlers does that here'
@@ -17,11 +14,13 @@ _INNER = "it is an inner part of Accelerate"
 _SMALL = "it has nothing to do with training"
 
 _INSTEAD = {
-    _LARGE: "inference prepare_pippy",
+    _STAGES: "build_pipeline find_pippy_batch_size generate_device_map pippy_forward",
     _MEGATRON: (
         "MegatronLMPlugin add_model_config_to_megatron_parser AbstractTrainStep "
         "BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine "
-        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups"
+        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups MegatronLMOptimizerWrapper "
+        "MegatronLMSchedulerWrapper megatron_lm_initialize megatron_lm_prepare_data_loader "
+        "megatron_lm_prepare_model_optimizer_scheduler megatron_lm_prepare_optimizer megatron_lm_prepare_scheduler"
     ),
     _FILES: (
         "checkpointing save load save_fsdp_model save_fsdp_optimizer load_fsdp_model load_fsdp_optimizer "
@@ -36,6 +35,9 @@ _INSTEAD = {
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
     "the package accel_testing tests programs here": "test_utils",
+    "accel.utils.compile_regions, or TorchDynamoPlugin(use_regional_compilation=True), with any strategy": (
+        "compile_regions_deepspeed compile_regions_fsdp2"
+    ),
     "accel config default writes such a file": "write_basic_config",
     "set the field cpu_ram_efficient_loading of FullyShardedDataParallelPlugin": (
         "enable_fsdp_ram_efficient_loading disable_fsdp_ram_efficient_loading"
@@ -43,11 +45,13 @@ _INSTEAD = {
     _INNER: (
         "GatheredParameters DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper "
         "get_active_deepspeed_plugin get_grad_scaler get_mixed_precision_context_manager ensure_weights_retied "
-        "fsdp2_prepare_model fsdp2_load_full_state_dict"
+        "fsdp2_prepare_model fsdp2_load_full_state_dict fsdp2_apply_ac fsdp2_canonicalize_names "
+        "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler get_model_tp_size deepspeed_required torchao_required"
     ),
     _SMALL: (
         "is_port_in_use merge_dicts convert_bytes check_os_kernel clean_state_dict_for_safetensors get_pretty_name "
-        "recursive_getattr is_compiled_module is_peft_model memory_utils install_xla"
+        "recursive_getattr is_compiled_module is_peft_model memory_utils install_xla get_module_children_bottom_up "
+        "has_compiled_regions model_has_dtensor"
     ),
 }
 _INSTEAD_ON_ACCELERATOR = {

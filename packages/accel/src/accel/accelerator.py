@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from torch.utils.hooks import RemovableHandle
 
-    from accel.checkpoints.checkpointer import LoadHook, SaveHook
+    from accel.checkpoints.state_hooks import LoadHook, SaveHook
     from accel.checkpoints.train_state import Stateful
     from accel.prepared import PreparationOptions
     from accel.setup.build import Components
@@ -326,13 +326,14 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers predictions or labels of the current batch, without the samples that were repeated to fill it.
 
-        Tensors (in any nesting) are concatenated along dimension 0; other objects are gathered as objects, and a list
-        of them counts as rows. Inside a prepared loader's loop the result, over a full epoch, holds every sample of the
-        dataset exactly once, in the order of the samples; outside of a loop all rows are kept. With sequence
-        parallelism, the shards (samples, tokens, ...) of a sequence are concatenated first.
+        Tensors (in any nesting, None beside them) are concatenated along dimension 0; other objects are gathered as
+        objects, and a list of them counts as rows. Inside a prepared loader's loop the result, over a full epoch, holds
+        every sample of the dataset exactly once, in the order of the samples; outside of a loop all rows are kept. With
+        sequence parallelism, the shards (samples, tokens, ...) of a sequence are concatenated first.
 
         Raises:
-            DataError: with sequence parallelism, a leaf is not a tensor (samples, tokens, ...).
+            DataError: ``input_data`` is no list and has tensors beside objects other than None; or, with sequence
+                parallelism, a leaf is not a tensor (samples, tokens, ...).
         """
         return self._loaders.gather_for_metrics(input_data, use_gather_object=use_gather_object)
 
@@ -460,7 +461,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         self._checkpointer.register(objects)
 
     def register_save_state_pre_hook(self, hook: "SaveHook") -> "RemovableHandle":
-        """Calls ``hook(models, weights, output_dir)`` before saving; weights that it removes from the list are skipped.
+        """Calls ``hook(models, weights, output_dir)`` before saving; it may remove or replace weights in the list.
 
         Files that it writes into ``output_dir``, also in subfolders, become part of the checkpoint: they are digested
         and committed with the rest, and a load hook finds them in ``input_dir``. ``output_dir`` is always a local

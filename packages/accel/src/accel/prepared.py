@@ -217,10 +217,13 @@ class Preparation:
         if not any(where.values()):
             return
         from accel_backends import Bundle
+        from accel_inference.quantization.bnb_layers import load_scales
 
         known, split = self._prepared, self._loaders.options.split_batches
         models, optimizers, schedulers = ([results[position] for position in where[kind]] for kind in where)
         check_driven(schedulers, [*known.optimizers, *optimizers])
+        for model in models:
+            load_scales(model)
         if training:
             self._strategy.decide(results, kinds, split_batches=split, in_use=bool(known.models))
         trained = [_indices_trained(optimizer, [*known.models, *models]) for optimizer in optimizers]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel_state import ParallelismConfig
+from accel_state import DataError, ParallelismConfig
 
 GRID = list(itertools.product(range(1, 41), range(1, 8)))
 SAMPLE = [(1, 1), (1, 7), (2, 3), (3, 2), (5, 4), (7, 7), (11, 2), (13, 5), (16, 4), (23, 3), (40, 7)]
@@ -108,6 +109,26 @@ def test_ranks_that_are_left_gather_where_torch_has_no_numpy(
         seen += [one["row"] for one in found] if as_objects else found["row"]
     # The last step has 2, 2 and 1 rows, and none on rank 3.
     assert [int(row) for row in seen] == list(range(13 if rank < 3 else 8))
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+@pytest.mark.ranks(2)
+def test_none_beside_tensors_stays_none_and_other_objects_are_refused(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    outputs, pairs = [], []
+    for rows in accelerator.prepare_data_loader(DataLoader(range(5), batch_size=2)):
+        outputs.append(accelerator.gather_for_metrics(Output(rows)))
+        pairs.append(accelerator.gather_for_metrics((rows, None)))
+        with pytest.raises(DataError, match=r"a dict with tensors and a str at \['b'\]\[0\]; .*one call for"):
+            accelerator.gather_for_metrics({"a": rows, "b": ["x"] * len(rows)})
+    assert torch.cat([one.logits for one in outputs]).tolist() == list(range(5))
+    assert torch.cat([one for one, _ in pairs]).tolist() == list(range(5))
+    assert {one.loss for one in outputs} == {other for _, other in pairs} == {None}
 
 
 SPLIT = ParallelismConfig(dp_shard_size=2, tp_size=2)

@@ -21,6 +21,7 @@ from accel_backends.ddp.find import find_ddp
 from accel_backends.ddp.gradients import DDPGradients
 from accel_backends.ddp.reduction import Reduction
 from accel_backends.ddp.states import DDPStates
+from accel_backends.ops.dtensor import is_quantized
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.private import leave_out_of_ddp
 from accel_backends.roles.gradients import NOTHING
@@ -122,18 +123,8 @@ class DDPBackend(ModuleBackend):
 
 
 def _leave_out_quantized(model: nn.Module) -> None:
-    """Excludes frozen quantized weights from DDP's broadcast; every rank has loaded the same.
-
-    A broadcast flattens each tensor, which those of torchao do not permit, because they consist of several tensors; and
-    it would send the integers of bitsandbytes without their scales.
-    """
-    found = [
-        name
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
-        and type(parameter) is not nn.Parameter
-        and (hasattr(type(parameter), "__tensor_flatten__") or not parameter.is_floating_point())
-    ]
+    """Excludes frozen quantized weights from DDP's broadcast; every rank has loaded the same."""
+    found = [name for name, parameter in model.named_parameters() if is_quantized(parameter)]
     if found:
         leave_out_of_ddp(model, found)
 

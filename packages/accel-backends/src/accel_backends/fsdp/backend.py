@@ -236,7 +236,7 @@ class FSDPBackend(ModuleBackend):
             BackendError: backward needs parameters that have been resharded; see ``outside_forward.explained``.
         """
         reducing = [(root, sharded) for root, sharded in self._sharded.items() if sharded.synchronising]
-        scalars = [sharded.scalars for _, sharded in reducing if sharded.scalars]
+        replicated = [sharded.replicated for _, sharded in reducing if sharded.replicated]
         watched = [
             (sharded.usage, [root, *cast("list[nn.Module]", sharded.units)])
             for root, sharded in reducing
@@ -244,15 +244,15 @@ class FSDPBackend(ModuleBackend):
         ]
         for usage, modules in watched:
             usage.begin(modules)
-        for one in scalars:
+        for one in replicated:
             one.deferred = True
         try:
             with explained(2):
                 super().backward(loss, scale=scale, **kwargs)
         finally:
-            for one in scalars:
+            for one in replicated:
                 one.deferred = False
-        for one in scalars:
+        for one in replicated:
             one.average()
         for usage, modules in watched:
             usage.end(modules, device=self.device, group=self.session.group)

@@ -66,7 +66,7 @@ class FSDPConfig(BackendConfig):
         cpu_offload: keep parameters, gradients and optimizer states in host memory.
         pin_memory: pin offloaded tensors; None: yes, unless the device is the CPU.
         ignored_modules: modules that are not sharded, or a pattern that their full names match. They are replicated,
-            and the caller has to synchronise the gradients of their parameters.
+            and the gradients of their parameters are averaged over all ranks. Version 1 takes frozen modules only.
         activation_checkpointing: recompute a unit's activations in backward instead of keeping them.
         activation_checkpointing_offload: keep the inputs of checkpointed units in host memory. Version 2.
         backward_prefetch: BACKWARD_PRE all-gathers the next unit while one computes its backward, NO_PREFETCH does not;

@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_backends.core.option_parsing import BackwardPrefetch
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.fsdp.scalar_parameters import ScalarParameters
+from accel_backends.fsdp.replicated_parameters import ReplicatedParameters
 from accel_backends.fsdp.unused_parameters import Usage
 from accel_backends.fsdp.wrap_units import Units, find_units
 from accel_backends.ops.fqn import innermost, natural, places
@@ -38,7 +38,7 @@ class Sharder:
         group: ranks that start from the same values.
         source_filled: rank 0 has values and broadcasts them to ranks whose parameters are on the meta device; otherwise
             every rank initialises its parameters, and rank 0's are broadcast.
-        all_filled: every rank has values, so the caller is responsible for those of ignored modules.
+        all_filled: every rank has values, so the caller is responsible for frozen ones of ignored modules.
         expert_mesh: mesh over which units of experts are sharded; None without expert parallelism.
     """
 
@@ -76,17 +76,17 @@ class Sharded:
     unit to the root.
 
     Attributes:
-        scalars: parameters that cannot be sharded; None for a model that the user has sharded, who has to average them.
+        replicated: parameters that are not sharded; None if the user has sharded the model, and so averages them.
         follower: follower of fp8 scales, to be renewed after each step, see ``float8``.
         usage: finds parameters that no rank uses; None unless ``find_unused_parameters``.
     """
 
-    __slots__ = ("_kept", "_synchronising", "_units", "follower", "scalars", "usage")
+    __slots__ = ("_kept", "_synchronising", "_units", "follower", "replicated", "usage")
 
-    def __init__(self, units: Iterable["FSDPModule"], scalars: ScalarParameters | None, *, freed: bool) -> None:
+    def __init__(self, units: Iterable["FSDPModule"], replicated: ReplicatedParameters | None, *, freed: bool) -> None:
         self._units = [ref(unit) for unit in units]
         self._kept = [] if freed else self._units
-        self.scalars = scalars
+        self.replicated = replicated
         self._synchronising = True
         self.follower: Follower | None = None
         self.usage: Usage | None = None
@@ -99,8 +99,8 @@ class Sharded:
     @synchronising.setter
     def synchronising(self, enable: bool) -> None:
         self._synchronising = enable
-        if self.scalars is not None:
-            self.scalars.synchronising = enable
+        if self.replicated is not None:
+            self.replicated.synchronising = enable
 
     @property
     def units(self) -> list["FSDPModule"]:
@@ -189,9 +189,9 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
         mesh = how.expert_mesh if name in units.experts else None
         _shard_unit(named[name], how, apart, wide=name in units.wide, experts=mesh)
     _shard_unit(model, how, apart, root=True)
-    left_out = [] if how.all_filled else [parameter for parameter in model.parameters() if parameter in ignored]
-    how.send([*scalars, *left_out, *model.buffers()])
-    averaged = ScalarParameters(scalars, how.group, dist.get_world_size(how.group))
+    whole = [parameter for parameter in model.parameters() if parameter in ignored]
+    how.send([*scalars, *(p for p in whole if p.requires_grad or not how.all_filled), *model.buffers()])
+    averaged = ReplicatedParameters([*scalars, *whole], how.group, dist.get_world_size(how.group))
     sharded = adopt(model, averaged, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
         find_unused(model, sharded)
@@ -199,14 +199,14 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     return sharded
 
 
-def adopt(model: nn.Module, scalars: ScalarParameters | None = None, *, freed: bool = False) -> Sharded:
+def adopt(model: nn.Module, replicated: ReplicatedParameters | None = None, *, freed: bool = False) -> Sharded:
     """Returns the step state of a model that is sharded; ``freed``: its units free their parameters after forward."""
     from torch.distributed.fsdp import FSDPModule
 
     units: list[FSDPModule] = [
         module for module in model.modules() if isinstance(module, FSDPModule) and module is not model
     ]
-    return Sharded(units, scalars, freed=freed)
+    return Sharded(units, replicated, freed=freed)
 
 
 def find_unused(model: nn.Module, sharded: Sharded) -> None:

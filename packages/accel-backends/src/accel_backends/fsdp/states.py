@@ -1,7 +1,8 @@
 """States of models that ``fully_shard`` has sharded, as DTensors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -88,10 +89,17 @@ def take_full_tensors(model: nn.Module) -> None:
             module.register_load_state_dict_pre_hook(_place)
 
 
-def refuse_full_tensors(wrapped: nn.Module, inner: nn.Module) -> None:
-    """Makes FSDP1's wrapper and its wrapped model refuse parameters that are not DTensors."""
+def refuse_full_tensors(wrapped: nn.Module, inner: nn.Module, ignored: Collection[str] = ()) -> None:
+    """Makes FSDP1's wrapper and its wrapped model refuse parameters that are not DTensors.
+
+    Args:
+        wrapped: the wrapper.
+        inner: the wrapped model.
+        ignored: names of its modules whose parameters are not sharded.
+    """
+    refuse = partial(_refuse, tuple(f"{name}." for name in ignored))
     for module in (wrapped, inner):
-        handle = module.register_load_state_dict_pre_hook(_refuse)
+        handle = module.register_load_state_dict_pre_hook(refuse)
         hooks: Any = module._load_state_dict_pre_hooks
         hooks.move_to_end(handle.id, last=False)  # before torch's own hook, which fails
 
@@ -105,11 +113,12 @@ def _place(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
 setattr(_place, ONLY_PLACES, True)
 
 
-def _refuse(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+def _refuse(ignored: tuple[str, ...], module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
     if prefix:  # the hook of an outer module has run already
         return
     names = named_parameters(module)
-    whole = next((name for name, value in state.items() if name in names and not is_dtensor(value)), None)
+    given = (name for name, value in state.items() if name in names and not is_dtensor(value))
+    whole = next((name for name in given if not ignored or not name.startswith(ignored)), None)
     if whole is not None:
         raise BackendError(
             f"load_state_dict of a model prepared with fsdp_version=1 was given the whole {whole}, and every rank "

@@ -34,9 +34,10 @@ from accel_backends.fsdp.validate import (
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.fsdp1.gradients import FlatGradients
 from accel_backends.fsdp1.states import MESHLESS, FlatStates, updated
-from accel_backends.fsdp1.wrap import check_trained, find_fsdp1, outside_units, wrapper_arguments
+from accel_backends.fsdp1.wrap import check_ignored, check_trained, find_fsdp1, outside_units, wrapper_arguments
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
+from accel_backends.ops.dtensor import is_quantized
 from accel_backends.ops.fqn import innermost, places
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import Made, check_initialisers, is_meta, materialise
@@ -102,6 +103,7 @@ class FSDP1Backend(ModuleBackend):
             check_hooks(model, units, version=1)
             check_gradients(model, units)
             check_dimensions(model, units)
+            check_ignored(innermost(model), units)
             if self._options.sharding_strategy is ShardingLevel.NO_SHARD:
                 check_trained(innermost(model), units)
             splitting |= {id(parameter): parameter for parameter in parameters_to_split(model, units)}
@@ -171,7 +173,8 @@ class FSDP1Backend(ModuleBackend):
             materialise(root.modules(), self.device, made={}, values_follow=True)
         if self._options.sync_module_states and not values:
             model.to(self.device)
-            broadcast([*(p.data for p in model.parameters()), *model.buffers()], group=self.session.group)
+            sent = [parameter.data for parameter in model.parameters() if not is_quantized(parameter)]
+            broadcast([*sent, *model.buffers()], group=self.session.group)
         arguments = wrapper_arguments(
             root,
             units,
@@ -194,7 +197,7 @@ class FSDP1Backend(ModuleBackend):
         watched = {
             names[id(innermost(unit))]: (unit, unit.module) for unit in FullyShardedDataParallel.fsdp_modules(wrapped)
         }
-        refuse_full_tensors(wrapped, root)
+        refuse_full_tensors(wrapped, root, units.ignored)
         self._outside[root] = refuse_outside(outside_units(wrapped), type(root).__name__, version=1)
         refuse_copies([root, *FullyShardedDataParallel.fsdp_modules(wrapped)], type(root).__name__, self.name)
         watch_units(wrapped, type(root).__name__, watched, self.session.group, replicas=self.layout.degrees[0])

@@ -105,6 +105,22 @@ def check_trained(root: nn.Module, units: Units) -> None:
             )
 
 
+def check_ignored(root: nn.Module, units: Units) -> None:
+    """Checks that ignored modules do not train, because torch neither reduces their gradients nor has their norms.
+
+    Raises:
+        PrepareError: names a parameter that trains.
+    """
+    for name in units.ignored:
+        for own, parameter in root.get_submodule(name).named_parameters():
+            if parameter.requires_grad:
+                raise PrepareError(
+                    f"{name}.{own} trains, and {name} is among ignored_modules, whose gradients fsdp_version=1 does "
+                    "not reduce: ranks would train different weights; nearest: fsdp_version=2, which averages them, "
+                    "or freeze the module"
+                )
+
+
 def is_unit(module: nn.Module, ids: set[int]) -> bool:
     """Whether the module is a unit, or a unit in a wrapper of activation checkpointing, which FSDP wraps as one."""
     inner = module._modules.get("_checkpoint_wrapped_module")

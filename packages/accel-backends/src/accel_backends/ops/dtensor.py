@@ -22,6 +22,20 @@ def is_dtensor(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Whether a frozen parameter is a quantized weight of torchao or bitsandbytes, which no broadcast may send.
+
+    A broadcast flattens each tensor, which those of torchao do not permit, because they consist of several tensors; and
+    it would send the integers of bitsandbytes without their scales. Every rank has loaded the same.
+    """
+    return (
+        not parameter.requires_grad
+        and type(parameter) is not nn.Parameter
+        and not is_dtensor(parameter)
+        and (hasattr(type(parameter), "__tensor_flatten__") or not parameter.is_floating_point())
+    )
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard of a DTensor, which shares its memory; other tensors are returned unchanged."""
     local: torch.Tensor | None = shard_of(tensor)

@@ -100,10 +100,10 @@ def _pinned(size: int) -> torch.Tensor:
     """Allocates pinned memory; pageable memory, with a warning, if the system refuses to pin more."""
     if torch.accelerator.is_available():
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:
             _LOG.warning("%d MiB of pinned memory were refused (%s); copies take longer", size >> 20, error)
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _pieces(tensors: Sequence[torch.Tensor], size: int) -> Iterator[torch.Tensor]:

@@ -121,7 +121,7 @@ class _Exchange:
         self.rounds = -(-len(blocks) // peers.size)
         self._width = max(file.length(number) for file, number, _ in blocks)
         self._slice = min(self._width, max(1, _AT_ONCE // peers.size))
-        self._every = torch.empty(peers.size * self._slice, dtype=torch.uint8)
+        self._every = torch.empty(peers.size * self._slice, dtype=torch.uint8, device="cpu")
         self._problems: list[CheckpointError] = []
 
     def load(self, turn: int) -> "torch.Tensor | None":
@@ -132,7 +132,7 @@ class _Exchange:
         if position >= len(self._blocks):
             return None
         file, number, _ = self._blocks[position]
-        buffer = torch.empty(self._width, dtype=torch.uint8)
+        buffer = torch.empty(self._width, dtype=torch.uint8, device="cpu")
         try:
             file.read_block(number, byte_view(buffer)[: file.length(number)])
         except CheckpointError as error:
@@ -148,8 +148,8 @@ class _Exchange:
         import torch
 
         started = time.perf_counter()
-        good = self._gathered(torch.tensor([mine is not None], dtype=torch.uint8)).tolist()
-        sent = torch.empty(self._width, dtype=torch.uint8) if mine is None else mine
+        good = self._gathered(torch.tensor([mine is not None], dtype=torch.uint8, device="cpu")).tolist()
+        sent = torch.empty(self._width, dtype=torch.uint8, device="cpu") if mine is None else mine
         blocks = self._blocks[turn * self._peers.size : (turn + 1) * self._peers.size]
         for begin in range(0, self._width, self._slice):
             rows = self._gathered(sent[begin : begin + self._slice]).view(self._peers.size, -1)

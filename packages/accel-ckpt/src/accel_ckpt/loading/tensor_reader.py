@@ -180,6 +180,7 @@ class ReadPlan:
         most = self._storage.threads
         threads = self.reads.seat.threads([one.seat for one in rank_reads], most) if self._storage.cached else most
         _run(self._files, self._work, threads, lambda place: compares(peers.rank, place), others)
+        _mark_written(self._targets)
         ring = PinnedRing()
         return [partial(target.finish, ring) for target in self._targets]
 
@@ -342,6 +343,13 @@ class _Target:
 
     def _on(self, device: torch.device, ring: PinnedRing) -> torch.Tensor:
         return ring.to_device(self.tensor, device) if uses_ring(device) else self.tensor.to(device)
+
+
+def _mark_written(targets: "Sequence[_Target]") -> None:
+    """Counts the reads into tensors as changes in place, which autograd and caches of weights look for."""
+    read = [target.like for target in targets if target.in_place and target.like is not None]
+    shards = [like if (dtensor := as_dtensor(like)) is None else shard_of(dtensor) for like in read]
+    torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
 
 
 def _last(box: Box) -> Box:

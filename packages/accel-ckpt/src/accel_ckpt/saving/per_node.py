@@ -45,7 +45,7 @@ def _send(peers: RankGroup, storage: Storage, place: Location, record: FileRecor
     import torch
     import torch.distributed as dist
 
-    buffer = torch.empty(min(BLOCK, record.size), dtype=torch.uint8)
+    buffer = torch.empty(min(BLOCK, record.size), dtype=torch.uint8, device="cpu")
     problem: CheckpointError | None = None
     with closing(storage.open(place)) as source:
         for begin in range(0, record.size, BLOCK):
@@ -80,7 +80,7 @@ class _Arriving(Iterator[memoryview]):
         import torch
 
         self._peers, self._left, self._writer = peers, size, writer
-        self._buffer: torch.Tensor = torch.empty(min(BLOCK, size), dtype=torch.uint8)
+        self._buffer: torch.Tensor = torch.empty(min(BLOCK, size), dtype=torch.uint8, device="cpu")
 
     def __next__(self) -> memoryview:
         import torch.distributed as dist

@@ -294,6 +294,12 @@ def _without_ties(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Te
     for key, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{key} is a {type(tensor).__qualname__}; an export holds tensors only")
+        kind = type(tensor)
+        if hasattr(kind, "__tensor_flatten__") and as_dtensor(tensor) is None:
+            raise CheckpointError(
+                f"{key} is a {kind.__module__}.{kind.__qualname__}, a tensor made of others, which a safetensors file "
+                "does not hold; nearest: save_state, or an export of the other tensors alone"
+            )
         if tensor.device.type == "meta":
             raise CheckpointError(f"{key} is on the meta device and has no values to export; materialise it first")
         stored = table.add((key,), tensor)

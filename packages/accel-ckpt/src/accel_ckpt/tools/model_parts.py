@@ -48,7 +48,7 @@ def _bytes(source: ByteSource, begin: int, end: int) -> torch.Tensor:
     memory = source.mapped()
     if memory is not None:
         return torch.frombuffer(memory, dtype=torch.uint8)[begin:end]
-    content = torch.empty(end - begin, dtype=torch.uint8)
+    content = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
     source.read_into(begin, byte_view(content))
     return content
 
@@ -56,7 +56,7 @@ def _bytes(source: ByteSource, begin: int, end: int) -> torch.Tensor:
 def _part(key: str, source: ByteSource, span: Span, like: torch.Tensor | None) -> torch.Tensor:
     dtype = dtype_of_code(span.code, key)
     if not prod(span.shape):
-        saved = torch.empty(span.shape, dtype=dtype)
+        saved = torch.empty(span.shape, dtype=dtype, device="cpu")
     else:
         raw = _bytes(source, span.begin, span.end)
         saved = (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype).view(span.shape)
@@ -68,7 +68,7 @@ def _part(key: str, source: ByteSource, span: Span, like: torch.Tensor | None) -
     if dtensor is None:
         return saved.to(like.device, copy=True)
     layout = dtensor_layout(key, dtensor)
-    local = torch.empty(shard_of(dtensor).shape if layout is None else local_shape(layout), dtype=dtype)
+    local = torch.empty(shard_of(dtensor).shape if layout is None else local_shape(layout), dtype=dtype, device="cpu")
     for box, here in () if layout is None else boxes(layout):
         rows = tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
         local[tuple(slice(at, at + size) for at, size in zip(here.offset, here.shape, strict=True))] = saved[rows]

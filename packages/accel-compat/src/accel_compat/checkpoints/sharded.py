@@ -20,6 +20,8 @@ from accel_compat.checkpoints.files import numbered
 from accel_compat.checkpoints.pickles import load
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+METADATA = ".metadata"
+"""File of every folder of shards, written last."""
 
 
 def _is_full(plugin: Any) -> bool:
@@ -27,8 +29,16 @@ def _is_full(plugin: Any) -> bool:
 
 
 def _folder(folder: Any, stem: str, index: int) -> Path:
-    path = Path(folder)
-    return path if stem in path.name else path / f"{stem}_{index}"
+    return Path(folder) / f"{stem}_{index}"
+
+
+def _saved_folder(folder: Any, stem: str, index: int) -> Path:
+    """The folder of shards in a checkpoint; the given folder itself, if it has shards and no such folder in it.
+
+    Callers may name the folder of shards instead of the checkpoint, also after renaming it.
+    """
+    shards, given = _folder(folder, stem, index), Path(folder)
+    return given if not shards.is_dir() and (given / METADATA).is_file() else shards
 
 
 def _options(plugin: Any, *, loading: bool = False) -> states.StateDictOptions:
@@ -127,7 +137,7 @@ def _read(plugin: Any, accelerator: Any, state: Any, folder: Any, stem: str, key
     if _is_full(plugin):
         return load(path, map_location="cpu") if accelerator.is_main_process else {}
     held = {key: state}
-    shards = _folder(folder, stem, index)
+    shards = _saved_folder(folder, stem, index)
     with failures_as_errors(shards):
         load_shards(held, checkpoint_id=shards)
     return held[key]
@@ -166,7 +176,7 @@ def merge_fsdp_weights(
 def _merge(source: Path, target: Path, *, safe: bool, remove: bool) -> None:
     from accel_compat.checkpoints.pickles import save
 
-    if not (source / ".metadata").is_file():
+    if not (source / METADATA).is_file():
         found = [path.name for path in sorted(source.glob("pytorch_model_fsdp_*"))] if source.is_dir() else []
         hint = f"; nearest: {source / found[0]}" if found else ""
         raise ValueError(f"{source} has no shards of a distributed checkpoint (no file .metadata){hint}")

@@ -15,6 +15,7 @@ from accel_compat.facade.optimizer import AcceleratedOptimizer
 from accel_compat.facade.scheduler import AcceleratedScheduler
 from accel_compat.facade.sequences import split_sequences
 from accel_compat.private import publish_sequence_group
+from accel_inference.quantization.bnb_layers import load_scales
 from accel_state.enums import DistributedType
 
 
@@ -122,6 +123,8 @@ class PreparingMethods:
         parameters = {id(p) for n in fresh for p in results[n].parameters()}
         together = [n for n in wanted if self._belongs(results[n], parameters)] if fresh else []
         schedulers = [n for n, one in enumerate(results) if is_scheduler(one) or isinstance(one, _dummy_scheduler())]
+        for n in fresh:
+            load_scales(results[n])
         if fresh:
             bundle = self._backend.prepare(
                 Bundle(

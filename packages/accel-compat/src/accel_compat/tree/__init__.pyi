@@ -24,7 +24,7 @@ from accel.utils.imports import is_rich_available as is_rich_available
 from accel_inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_inference import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_launch.notebook.launchers import notebook_launcher as notebook_launcher
-from accel_compat.absent import prepare_pippy as prepare_pippy
+from accel.inference import prepare_pippy as prepare_pippy
 from accel_compat.data.prepare import skip_first_batches as skip_first_batches
 from accel.utils.random import synchronize_rng_states as synchronize_rng_states
 from . import accelerator as accelerator

@@ -119,7 +119,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
                 f"groups_of is {self.groups_of}; it must be a multiple of num_shards = {num_shards}, "
                 "so that every rank gets equally many batches"
             )
-        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self._lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
         if len(self._lengths) and self.budget.fits(int(self._lengths.max())) < 1:
             longest = int(self._lengths.argmax())
             raise DataError(
@@ -142,12 +142,16 @@ class TokenBudgetSampler(Sampler[list[int]]):
     def _plan(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
         count = len(self._lengths)
-        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+        order = (
+            torch.randperm(count, generator=generator, device="cpu")
+            if self.shuffle
+            else torch.arange(count, device="cpu")
+        )
         batches = even_out(pack(self._lengths, order, self.budget, pool=self.pool), self.groups_of)
         if not self.shuffle:
             return batches
         # Groups are shuffled as units: within a group, ranks keep batches of similar length for the same step.
-        groups = torch.randperm(len(batches) // self.groups_of, generator=generator).tolist()
+        groups = torch.randperm(len(batches) // self.groups_of, generator=generator, device="cpu").tolist()
         return [batch for group in groups for batch in batches[group * self.groups_of : (group + 1) * self.groups_of]]
 
     def __iter__(self) -> Iterator[list[int]]:

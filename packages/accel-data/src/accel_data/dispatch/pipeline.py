@@ -258,7 +258,9 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            following: tuple[torch.Tensor, Work] | None = self._expect(torch.empty(FRONT, dtype=torch.uint8))
+            following: tuple[torch.Tensor, Work] | None = self._expect(
+                torch.empty(FRONT, dtype=torch.uint8, device="cpu")
+            )
             while following is not None:
                 message, following = self._receive(*following)
                 self.lane.put(message)
@@ -276,7 +278,9 @@ class Receiver:
         message: Message = arriving.content()
         # All expected receives are posted at once, because the sender waits each time for the receiver's memory.
         rooms = [self._expect(room) for room in arriving.room]
-        following = self._expect(torch.empty(FRONT, dtype=torch.uint8)) if message.kind == "steps" else None
+        following = (
+            self._expect(torch.empty(FRONT, dtype=torch.uint8, device="cpu")) if message.kind == "steps" else None
+        )
         for _, work in rooms:
             work.wait()
         return message, following

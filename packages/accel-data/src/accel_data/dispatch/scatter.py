@@ -1,6 +1,6 @@
 """Division of the batches that one rank reads into the rows of each rank, with the number of real rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -112,8 +112,9 @@ class Dealer:
 def slice_rows(batch: Any, wanted: slice, rows: int) -> Any:
     """Slices the rows of a batch of ``rows`` rows, in containers of the same types.
 
-    A tensor has rows if its first dimension has length ``rows``; a list, if it holds ``rows`` entries that are not
-    themselves tensors with rows (strings, one ragged tensor per sample). Leaves without rows are returned unchanged.
+    A tensor has rows if its first dimension has length ``rows``; a list, if it holds ``rows`` entries in which no
+    tensor has rows itself (strings, one ragged tensor per sample); a tuple, if it holds ``rows`` strings. Leaves
+    without rows are returned unchanged.
     """
     if isinstance(batch, torch.Tensor):
         return batch[wanted] if batch.ndim and len(batch) == rows else batch
@@ -138,7 +139,7 @@ def join_rows(batches: Sequence[Any], rows: Sequence[int]) -> Any:
         has_rows = all(batch.ndim and len(batch) == count for batch, count in zip(batches, rows, strict=True))
         return torch.cat(list(batches)) if has_rows else first
     if all(_is_column(batch, count) for batch, count in zip(batches, rows, strict=True)):
-        return [entry for batch in batches for entry in batch]
+        return type(first)(entry for batch in batches for entry in batch)
     columns = [children(batch) for batch in batches]
     if columns[0] is None:
         return first
@@ -156,14 +157,34 @@ def repeat_rows(batch: Any, rows: int, count: int) -> Any:
 
 
 def _is_column(batch: Any, rows: int) -> bool:
-    """Whether a list holds one entry per row, rather than being a container of columns.
+    """Whether a list or tuple holds one entry per row, rather than being a container of columns.
 
-    Tensors of one dtype and trailing shape that do not all have length ``rows`` are the samples of a ragged batch, even
-    if one of them has that length.
+    A tuple does if it holds strings, which torch's default collation leaves in a tuple. A list does unless a column in
+    it (a tensor, or such a tuple) has ``rows`` rows, at any depth. Entries of one structure, with columns of the same
+    dtypes and trailing shapes that do not all have that length, are the samples of a ragged batch, even if one of them
+    has it.
     """
-    if not isinstance(batch, list) or len(batch) != rows:
+    if not isinstance(batch, list):
+        return _is_strings(batch) and len(batch) == rows
+    if len(batch) != rows:
         return False
-    tensors = [entry for entry in batch if isinstance(entry, torch.Tensor) and entry.ndim]
-    long = [len(tensor) == rows for tensor in tensors]
-    alike = len(tensors) == rows and len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) == 1
+    columns = [list(_columns(entry)) for entry in batch]
+    long = [length == rows for entry in columns for _, length in entry]
+    alike = bool(long) and len({tuple(form for form, _ in entry) for entry in columns}) == 1
     return not (all(long) if alike else any(long))
+
+
+def _is_strings(data: Any) -> bool:
+    return type(data) is tuple and all(isinstance(entry, str | bytes) for entry in data)
+
+
+def _columns(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yields path, dtype and trailing shape, and length, of everything in ``data`` that may have rows."""
+    if isinstance(data, torch.Tensor):
+        if data.ndim:
+            yield (path, data.dtype, data.shape[1:]), len(data)
+    elif _is_strings(data):
+        yield (path, str), len(data)
+    else:
+        for key, value in children(data) or ():
+            yield from _columns(value, (*path, key))

@@ -71,7 +71,11 @@ class Arriving:
         ends = list(accumulate(map(_aligned, sizes), initial=0))
         self._places = list(zip(ends, sizes, strict=False))
         self._tail = blocks.take(ends[-1]) if count else None
-        whole = torch.frombuffer(self._tail, dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+        whole = (
+            torch.frombuffer(self._tail, dtype=torch.uint8)
+            if count
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         self.room = [whole[place : place + size] for place, size in self._places]
 
     def content(self) -> Any:
@@ -136,7 +140,7 @@ class _Found:
         for size in shape:
             count *= size
         if not count:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         block, place = next(self._large) if is_large else (self._body, self._position)
         tensor = torch.frombuffer(block, dtype=dtype, count=count, offset=place)
         if not is_large:
@@ -149,7 +153,7 @@ def split_body(body: torch.Tensor) -> list[torch.Tensor]:
 
     Each send wakes threads on both sides; with the front, a short body needs only one.
     """
-    front = torch.zeros(FRONT, dtype=torch.uint8)
+    front = torch.zeros(FRONT, dtype=torch.uint8, device="cpu")
     front[:_WORD].view(torch.int64).fill_(body.nbytes)
     first = body[: FRONT - _WORD]
     front[_WORD : _WORD + len(first)] = first

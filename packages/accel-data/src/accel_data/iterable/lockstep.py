@@ -83,8 +83,8 @@ class Lockstep:
     def _start(self, facts: tuple[int, int, int]) -> tuple[Any, torch.Tensor]:
         import torch.distributed as dist
 
-        own = torch.tensor([self._passes, *facts])
-        heard = torch.empty(len(self._peers.parts), len(own), dtype=torch.int64)
+        own = torch.tensor([self._passes, *facts], device="cpu")
+        heard = torch.empty(len(self._peers.parts), len(own), dtype=torch.int64, device="cpu")
         work = dist.all_gather(list(heard), own, group=self._peers.group, async_op=True)
         return work, heard
 

@@ -224,7 +224,7 @@ class _ShuffledPass:
     def _key_of(self, index: int) -> float:
         block, place = divmod(index, _DRAWN)
         if block != self._block:
-            positions = torch.arange(block * _DRAWN, (block + 1) * _DRAWN)
+            positions = torch.arange(block * _DRAWN, (block + 1) * _DRAWN, device="cpu")
             self._block, self._drawn = block, random_unit(positions, self._key).tolist()
         first = index if index >= self._window else 0
         return first + self._drawn[place] * (index + self._window - first)

@@ -119,7 +119,7 @@ class StreamReader(IterableDataset[Delivered]):
         self.view: WorkerView | None = None
         self._camera: _Camera | None = None
         # Living workers hold a copy of this object: the epoch and the key of its draws reach them in shared memory.
-        self._pass = torch.zeros(2, dtype=torch.int64)
+        self._pass = torch.zeros(2, dtype=torch.int64, device="cpu")
         if shared:
             self._pass.share_memory_()
 

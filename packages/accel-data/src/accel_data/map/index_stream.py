@@ -128,7 +128,7 @@ class OrderStream:
             positions.extend(wrap(p, total, self._nodes) for p in rows.positions())
             sizes.append(rows.count)
             position = self._sharding.seek(position, 1)
-        indices = iter(self._order.take(torch.tensor(positions, dtype=torch.int64)).tolist())
+        indices = iter(self._order.take(torch.tensor(positions, dtype=torch.int64, device="cpu")).tolist())
         return iter([list(islice(indices, size)) for size in sizes])
 
 

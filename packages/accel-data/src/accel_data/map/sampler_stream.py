@@ -275,7 +275,7 @@ class FunctionStream:
             if share.positions:
                 number += 1
                 self._cursors.append((number, cursor, after))
-                positions = torch.tensor([wrap(p, total) for p in share.positions], dtype=torch.int64)
+                positions = torch.tensor([wrap(p, total) for p in share.positions], dtype=torch.int64, device="cpu")
                 yield self._order.take(positions).tolist()
             cursor = after
 

@@ -31,7 +31,7 @@ class OrderSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = self.order(self.seed, self.epoch)
-        for positions in torch.arange(len(self.order)).split(16384):
+        for positions in torch.arange(len(self.order), device="cpu").split(16384):
             yield from indices.take(positions).tolist()
         self.epoch += 1
 

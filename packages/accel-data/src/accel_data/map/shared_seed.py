@@ -78,7 +78,7 @@ def _proposed(parts: DataLoaderParts, options: LoaderOptions) -> int | None:
     if own is not None:
         return own
     # Drawn from the generator of the user's sampler; without one, from torch's global generator.
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator_in(parts)))
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator_in(parts)))
 
 
 def _own_seed(sampler: Any) -> int | None:

@@ -1,6 +1,7 @@
 """Skipping in plain DataLoaders, and copies of DataLoaders with another sampler."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
@@ -20,12 +21,16 @@ def iterated(dataloader: "DataLoader[Any]", generator: "torch.Generator") -> Ite
     """Iterates over a DataLoader whose workers are seeded from ``generator`` instead of from the global generator.
 
     The start of a pass then leaves the random state of the process unchanged, so that a resumed run, which starts one
-    more pass, draws the same numbers as an uninterrupted one.
+    more pass, draws the same numbers as an uninterrupted one. torch draws the seed on the default device, where
+    ``generator`` may not be, so the CPU is the default meanwhile.
     """
+    import torch
+
     before = vars(dataloader)["generator"]
     vars(dataloader)["generator"] = generator
     try:
-        return iter(dataloader)
+        with nullcontext() if torch.get_default_device() == generator.device else generator.device:
+            return iter(dataloader)
     finally:
         vars(dataloader)["generator"] = before
 

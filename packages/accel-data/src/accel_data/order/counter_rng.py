@@ -67,7 +67,7 @@ def random_unit(positions: torch.Tensor, key: int) -> torch.Tensor:
 
 def sorted_permutation(size: int, key: int) -> torch.Tensor:
     """Returns a permutation of ``range(size)`` as an int64 tensor: the positions, sorted by their random words."""
-    return torch.argsort(random_words(torch.arange(size), key), stable=True)
+    return torch.argsort(random_words(torch.arange(size, device="cpu"), key), stable=True)
 
 
 @final
@@ -88,7 +88,7 @@ class Bijection:
         self._reduced: tuple[torch.Tensor, torch.Tensor] | None = None
         if self._rows <= _TABLE_LIMIT:
             self._functions = [table.take for table in self._tables(key)]
-            sums = torch.arange(max(self._rows, self._columns) * (_ROUNDS // 2 + 1))
+            sums = torch.arange(max(self._rows, self._columns) * (_ROUNDS // 2 + 1), device="cpu")
             self._reduced = (sums % self._rows * self._columns, sums % self._columns)
         else:
             keys = [_signed(derive_key(key, number)) for number in range(_ROUNDS)]
@@ -101,7 +101,7 @@ class Bijection:
         A sum is reduced only after the last round. Until then it stays below 4 times its modulus, so every table is
         repeated that often.
         """
-        words = (random_words(torch.arange(_ROUNDS * self._rows), key) >> 33) & 0x7FFFFFFF
+        words = (random_words(torch.arange(_ROUNDS * self._rows, device="cpu"), key) >> 33) & 0x7FFFFFFF
         drawn = words.view(_ROUNDS, self._rows)
         shapes = ((self._columns, self._rows), (self._rows, self._columns)) * (_ROUNDS // 2)
         return [(drawn[i, :size] % modulus).repeat(_ROUNDS // 2 + 1) for i, (size, modulus) in enumerate(shapes)]

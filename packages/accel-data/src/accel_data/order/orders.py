@@ -53,7 +53,7 @@ class Epoch:
     def __getitem__(self, position: int) -> int:
         if not -self._size <= position < self._size:
             raise IndexError(f"position {position} is not in an epoch of {self._size} samples")
-        return int(self._indices.take(torch.tensor([position % self._size])))
+        return int(self._indices.take(torch.tensor([position % self._size], device="cpu")))
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         """Returns the dataset indices at ``positions`` (int64 in range(len(self))), as int64 of the same shape."""
@@ -64,10 +64,12 @@ class Epoch:
         if isinstance(self._indices, SameIndices):  # ranges are faster than tensors
             firsts, ends = (range(begin, begin + steps * shift, shift) for begin in (rows.start, rows.stop))
             return map(list, map(range, firsts, ends, repeat(rows.step)))
-        positions = torch.arange(rows.start, rows.stop, rows.step)
+        positions = torch.arange(rows.start, rows.stop, rows.step, device="cpu")
         if steps == 1:
             return iter([self._indices.take(positions).tolist()])
-        return iter(self._indices.take(torch.arange(0, steps * shift, shift)[:, None] + positions).tolist())
+        return iter(
+            self._indices.take(torch.arange(0, steps * shift, shift, device="cpu")[:, None] + positions).tolist()
+        )
 
 
 @final
@@ -203,7 +205,7 @@ class Subset:
     """Another order over a list of dataset indices: position -> ``indices[order[position]]``."""
 
     def __init__(self, indices: Sequence[int] | torch.Tensor, order: Order) -> None:
-        self._indices = torch.as_tensor(indices, dtype=torch.int64)
+        self._indices = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
         self._order = order
 
     def __len__(self) -> int:
@@ -229,5 +231,5 @@ class _Looked:
 def checksum(values: torch.Tensor) -> str:
     """Returns 16 hex digits that differ for int64 tensors of different length or values at any position."""
     flat = values.flatten()
-    mixed = random_words(flat ^ random_words(torch.arange(len(flat)), 1), 2)
+    mixed = random_words(flat ^ random_words(torch.arange(len(flat), device="cpu"), 1), 2)
     return f"{derive_key(int(mixed.sum()), len(flat)):016x}"

@@ -27,8 +27,8 @@ class SeededPermutation:
     def __call__(self, seed: int, epoch: int) -> Epoch:
         generator = torch.Generator().manual_seed(_torch_seed(seed + epoch))
         rounds = -(-self._size // self._source) if self._source else 0
-        drawn = [torch.randperm(self._source, generator=generator) for _ in range(rounds)]
-        table = torch.cat(drawn)[: self._size] if drawn else torch.empty(0, dtype=torch.int64)
+        drawn = [torch.randperm(self._source, generator=generator, device="cpu") for _ in range(rounds)]
+        table = torch.cat(drawn)[: self._size] if drawn else torch.empty(0, dtype=torch.int64, device="cpu")
         return Epoch(self._size, TableIndices(table))
 
     def describe(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Weighted:
     """
 
     def __init__(self, weights: Sequence[float] | torch.Tensor, *, num_samples: int, replacement: bool = True) -> None:
-        self._weights = torch.as_tensor(weights, dtype=torch.float64)
+        self._weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
         self._size, self._replacement = num_samples, replacement
         if not bool((torch.isfinite(self._weights) & (self._weights >= 0)).all()):
             raise DataError("weights must be finite and at least 0")
@@ -68,7 +68,7 @@ class Weighted:
         key = derive_key(seed, epoch)
         if self._replacement:
             return Epoch(self._size, _WeightedDraws(self._weights, key))
-        unit = random_unit(torch.arange(len(self._weights)), key)
+        unit = random_unit(torch.arange(len(self._weights), device="cpu"), key)
         arrivals = torch.where(self._weights > 0, -torch.log1p(-unit) / self._weights, torch.inf)
         return Epoch(self._size, TableIndices(torch.argsort(arrivals, stable=True)[: self._size]))
 
@@ -107,7 +107,7 @@ class LengthGrouped:
     def __init__(self, lengths: Sequence[int] | torch.Tensor, *, group_size: int, pool: int = 50) -> None:
         if group_size < 1 or pool < 1:
             raise DataError(f"group_size is {group_size} and pool is {pool}; both must be at least 1")
-        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self._lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
         self._group, self._pool = group_size, pool
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class _Pools:
     def __init__(self, lengths: torch.Tensor, base: Indices, grouping: tuple[int, int], key: int) -> None:
         self._lengths, self._base, self._key = lengths, base, key
         self._group, self._span = grouping[0], grouping[0] * grouping[1]
-        self._number, self._members = -1, torch.empty(0, dtype=torch.int64)
+        self._number, self._members = -1, torch.empty(0, dtype=torch.int64, device="cpu")
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         pools = positions // self._span
@@ -149,7 +149,7 @@ class _Pools:
     def _sorted(self, number: int) -> torch.Tensor:
         if number != self._number:
             start = number * self._span
-            members = self._base.take(torch.arange(start, min(start + self._span, len(self._lengths))))
+            members = self._base.take(torch.arange(start, min(start + self._span, len(self._lengths)), device="cpu"))
             members = members[torch.argsort(self._lengths[members], descending=True, stable=True)]
             full = len(members) // self._group
             mixed = sorted_permutation(full, derive_key(self._key, number, 1))

@@ -1,14 +1,17 @@
 """Linear layers of bitsandbytes."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from accel_inference.quantization.config import BnbQuantizationConfig
+
+_LOADS_SCALES: Final = "_accel_loads_scales"
 
 
 def bitsandbytes() -> Any:
@@ -29,6 +32,23 @@ def bitsandbytes() -> Any:
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Whether a model has a layer with 4-bit weights of bitsandbytes."""
     return any(hasattr(module, "quant_storage") and hasattr(module, "compute_dtype") for module in model.modules())
+
+
+def load_scales(model: nn.Module) -> None:
+    """Makes layers with quantized weights of bitsandbytes load their scales from a state dict, which they would ignore.
+
+    Also those that another library made, as transformers does with a ``quantization_config``. Layers that do so already
+    stay as they are.
+    """
+    package = sys.modules.get("bitsandbytes")
+    if package is None:  # otherwise no such layer can exist
+        return
+    hooks = {package.nn.Linear4bit: _take_scales_4bit, package.nn.Linear8bitLt: _take_scales_8bit}
+    for module in model.modules():
+        hook = next((hook for kind, hook in hooks.items() if isinstance(module, kind)), None)
+        if hook is not None and _LOADS_SCALES not in module.__dict__:
+            module.__dict__[_LOADS_SCALES] = True
+            module.register_load_state_dict_pre_hook(hook)
 
 
 @final
@@ -58,7 +78,7 @@ class BnbQuantizer:
         made.weight.requires_grad_(False)
         if linear.bias is not None:
             made.bias = linear.bias
-        made.register_load_state_dict_pre_hook(_take_scales_8bit if config.load_in_8bit else _take_scales_4bit)
+        load_scales(made)
         return made.train(linear.training)
 
     def weight(self, layer: nn.Module, value: Tensor, device: torch.device) -> nn.Parameter:

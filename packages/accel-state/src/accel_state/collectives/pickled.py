@@ -22,7 +22,7 @@ def gather_pickled(obj: Any, group: "ProcessGroup") -> list[Any]:
     Collective: every rank of the group must call this.
     """
     own, device = _as_tensor(obj), _device_of(group)
-    first = torch.zeros(_PREFIX + _INLINE, dtype=torch.uint8)
+    first = torch.zeros(_PREFIX + _INLINE, dtype=torch.uint8, device="cpu")
     first[:_PREFIX].view(torch.int64).fill_(own.numel())
     inline = first[_PREFIX:]
     inline[: own.numel()] = own[:_INLINE]
@@ -60,7 +60,7 @@ def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
     import torch.distributed as dist
 
     device, sends = _device_of(group), group.rank() == source or is_fake(group)
-    own = _as_tensor(obj) if sends else torch.empty(0, dtype=torch.uint8)
+    own = _as_tensor(obj) if sends else torch.empty(0, dtype=torch.uint8, device="cpu")
     size = torch.tensor([own.numel()], device=device)
     dist.broadcast(size, group=group, group_src=source)
     data = own.to(device) if sends else torch.empty(int(size), dtype=torch.uint8, device=device)

@@ -348,7 +348,7 @@ class XLAFunctions(DeviceFunctions):
     def rng_state(self, kind: "DeviceKind", index: int | None) -> Tensor:
         """Returns the generator's 64-bit seed as int64."""
         seed = int(import_module("torch_xla.core.xla_model").get_rng_state())
-        return torch.tensor([seed - (seed >> 63 << 64)], dtype=torch.int64)  # the same 64 bits, signed
+        return torch.tensor([seed - (seed >> 63 << 64)], dtype=torch.int64, device="cpu")  # the same 64 bits, signed
 
     def set_rng_state(self, kind: "DeviceKind", index: int | None, state: Tensor) -> None:
         """Restores the generator's seed."""

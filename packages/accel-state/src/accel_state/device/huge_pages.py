@@ -16,7 +16,7 @@ _MADV_HUGEPAGE = 14
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Allocates an uninitialised CPU tensor, in huge pages where its memory covers full ones and Linux allows it."""
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     begin = tensor.data_ptr()
     first, last = -(-begin // _LARGE) * _LARGE, (begin + tensor.numel() * tensor.element_size()) // _LARGE * _LARGE
     if first < last and sys.platform == "linux":

@@ -3,21 +3,21 @@
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
 from accel.checkpoints.project_checkpoints import ProjectCheckpoints
 from accel.checkpoints.restore import Restoration, restore_local
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription
+from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_save_hooks
 from accel.checkpoints.train_state import (
     LoaderState,
     ModelState,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 LATEST = "latest"
-SaveHook = Callable[[list[nn.Module], list[Any], str], object]
-LoadHook = Callable[[list[nn.Module], str], object]
 
 
 @final
@@ -257,15 +255,8 @@ class Checkpointer:
         }
 
     def _run_save_hooks(self, state: dict[str, Any], target: "Location") -> None:
-        """Runs the save hooks; weights that they remove from their list are left out of the checkpoint."""
         names = [name for name, part in self.train_state().items() if isinstance(part, ModelState)]
-        weights = [state[name] for name in names]
-        kept = list(weights)
-        for hook in list(self._save_hooks.values()):
-            hook(self._prepared.models, kept, str(target))
-        for name, one in zip(names, weights, strict=True):
-            if not any(one is other for other in kept):
-                del state[name]
+        run_save_hooks(list(self._save_hooks.values()), self._prepared.models, names, state, str(target))
 
     # Loading
 
@@ -280,7 +271,7 @@ class Checkpointer:
     ) -> "Location":
         """See ``Accelerator.load_state``."""
         strategy = self._strategy
-        with self._log.checkpointing("loaded") as tell:
+        with self._log.checkpointing("loaded") as tell, _outside_inference_mode():
             self.wait()
             options = self._agreed_options(strict, parts, allow_changed_data)
             checkpoint, restoration = self._loaded(input_dir, options)
@@ -417,3 +408,13 @@ class Checkpointer:
             parallelism=strategy.parallelism,
             data_shards=strategy.data_shard.count,
         )
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Suspends the caller's ``torch.inference_mode``, whose tensors no later step could change."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checka
 import torch
 from torch import nn
 
+from accel.checkpoints.tensor_subclasses import (
+    check_inner_tensors,
+    inner_aliases,
+    load_inner_tensors,
+    with_inner_tensors,
+)
 from accel_backends.ops.fqn import few, named_parameters
 from accel_backends.ops.state_dicts import STATE, names_stored
 from accel_backends.roles.saved_state_check import (
@@ -52,16 +58,21 @@ class ModelState:
     strict: bool = True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self.backend.states.model(self.model))
+        return with_inner_tensors(self.backend.states.model(self.model))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.backend.states.load_model(self.model, state, strict=self.strict)
+        own = self.state_dict()
+        left = load_inner_tensors(own, state, inner_aliases(own, names_stored(self.model)))
+        # ``check`` has compared the names; tensors that consist of others are not left.
+        self.backend.states.load_model(self.model, left, strict=self.strict and len(left) == len(state))
 
     def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
         others = self.backend.states.elsewhere(self.model)
         here = {key: value for key, value in saved.items() if key not in others}
-        return check_model(name, own, names_stored(self.model), here, strict=self.strict)
+        aliases = inner_aliases(own, names_stored(self.model))
+        check_inner_tensors(name, own, here, aliases)
+        return check_model(name, own, aliases, here, strict=self.strict)
 
 
 @final

@@ -1,4 +1,4 @@
-"""Parameters without dimensions in an FSDP2 model: they are replicated, and their gradients are averaged here."""
+"""Replicated parameters of an FSDP model, which torch does not reduce: their gradients are averaged here."""
 
 from collections.abc import Iterable
 from functools import reduce
@@ -11,8 +11,8 @@ from accel_state.watchdog.decorator import recorded
 
 
 @final
-class ScalarParameters:
-    """Averages the gradients of parameters that ``fully_shard`` cannot shard, and therefore does not reduce.
+class ReplicatedParameters:
+    """Averages gradients of parameters that are not sharded: those without dimension, and those of ignored modules.
 
     ``average`` reduces all gradients together after a backward of the backend, so that ranks and micro-batches may use
     different parameters. In a direct ``loss.backward()`` each gradient is averaged when it has been accumulated; then
@@ -51,15 +51,18 @@ class ScalarParameters:
         if not trained:
             return
         dtype = reduce(torch.promote_types, (parameter.dtype for parameter in trained))
-        nothing = trained[0].new_zeros((), dtype=dtype)
         gradients = [parameter.grad for parameter in trained]
         here = [gradient is not None for gradient in gradients]
-        values = torch.stack([nothing if gradient is None else gradient.to(dtype) for gradient in gradients])
-        both = torch.cat([values, values.new_tensor(here)])
+        values = [
+            parameter.new_zeros(parameter.numel(), dtype=dtype) if gradient is None else gradient.flatten().to(dtype)
+            for parameter, gradient in zip(trained, gradients, strict=True)
+        ]
+        both = torch.cat([*values, values[0].new_tensor(here)])
         dist.all_reduce(both, group=self._group)
-        means, counts = both.view(2, -1)
+        *sums, counts = both.split([*(parameter.numel() for parameter in trained), len(trained)])
         used = here if all(here) else counts.bool().tolist()
-        for parameter, mean, anywhere in zip(trained, means / self._ranks, used, strict=True):
+        for parameter, total, anywhere in zip(trained, sums, used, strict=True):
+            mean = total.div_(self._ranks).view(parameter.shape)
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
             elif anywhere:

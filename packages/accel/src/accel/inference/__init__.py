@@ -1,0 +1,5 @@
+"""Names of ``accelerate.inference``."""
+
+from accel.inference.pipeline import prepare_pippy as prepare_pippy
+
+__all__ = ["prepare_pippy"]
