@@ -256,6 +256,7 @@ UNSEEN = {
     "a checkpoint with another shape": _FASTER,
     "buffers of a module that `infer_auto_device_map` divides": _FASTER,
     "`init_empty_weights`": _FASTER,
+    "`prepare_pippy`": "what it splits is known when it is called, and what it cannot split is refused",
 }
 """Rows of the page that are not reported, with the reason."""
 
