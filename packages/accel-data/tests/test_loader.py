@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accel_data import (
     LoaderOptions,
@@ -446,6 +446,36 @@ def test_skipping_keeps_the_epoch_and_ends_on_the_last_batch():
     skipped = skip_first_batches(loader, 2)
     assert skipped.iteration == 1
     assert [skipped.end_of_dataloader for _ in skipped] == [False, True]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(24))
+
+
+def in_order(dataset, workers=0, **options):
+    options = LoaderOptions(data_seed=1, **options)
+    return prepare_loader(DataLoader(dataset, batch_size=4, num_workers=workers), ALONE, options=options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Squares(24), batch_size=4),
+        lambda: DataLoader(Stream(), batch_size=4),
+        lambda: in_order(Squares(24)),
+        lambda: in_order(Squares(24), dispatch_batches=True),
+        lambda: in_order(Stream()),
+        lambda: in_order(Stream(), workers=1),
+    ],
+    ids=["plain", "plain stream", "map", "dispatched", "stream", "worker"],
+)
+def test_skips_add_up(make):
+    loader = make()
+    skipped = skip_first_batches(skip_first_batches(loader, 1), 2)
+    assert [batch.tolist() for batch in skipped] == [list(range(start, start + 4)) for start in (12, 16, 20)]
+    if isinstance(loader, PreparedLoader):
+        assert (loader.epoch, len(list(loader))) == (1, 6)
 
 
 def test_totals_are_those_of_all_ranks():

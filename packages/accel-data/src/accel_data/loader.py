@@ -214,14 +214,16 @@ class PreparedLoader:
     def skipped(self, batches: int) -> "PreparedLoader":
         """Returns this loader with a next pass that starts ``batches`` batches after the start of the epoch.
 
-        Both loaders share one position: a batch that the new loader delivers counts as delivered by this one too, so
-        this loader's next pass and its ``state_dict`` continue from there.
+        If the next pass of this loader skips batches itself, the new loader skips these in addition. Both loaders share
+        one position: a batch that the new loader delivers counts as delivered by this one too, so this loader's next
+        pass and its ``state_dict`` continue from there.
         """
         other = PreparedLoader(
             self._source, options=self.options, placer=self._placer, observer=self._observer, alarm=self._alarm
         )
         other.gate, other._progress = self.gate, self._progress
-        other._start = _after(self._source, self._progress.begin_of(self._source, batches), batches)
+        begin = self._progress.begin_of(self._source, batches) if self._start is None else self._start
+        other._start = _after(self._source, begin, batches)
         return other
 
     @property

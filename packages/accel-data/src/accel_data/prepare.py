@@ -145,11 +145,12 @@ def _shard_of(num_processes: int | None, process_index: int | None, mesh: "Devic
 def skip_first_batches(dataloader: "DataLoader[Any] | PreparedLoader", num_batches: int = 0) -> "DataLoader[Any]":
     """Returns a loader like ``dataloader`` whose next pass starts ``num_batches`` batches after the start of the epoch.
 
-    A prepared loader of map-style data seeks: nothing is read, however many batches are skipped, every option is kept,
-    and later epochs are full. Both loaders share one position: after the pass, ``dataloader`` is in the next epoch, and
-    its ``state_dict`` includes the batches of the pass. The two can therefore be iterated in turn, whether the position
-    was restored or not. A plain DataLoader becomes a plain DataLoader that iterates over the skipped indices (or, for
-    an iterable dataset, reads and drops the skipped batches).
+    A loader that this function has returned skips ``num_batches`` more. A prepared loader of map-style data seeks:
+    nothing is read, however many batches are skipped, every option is kept, and later epochs are full. Both loaders
+    share one position: after the pass, ``dataloader`` is in the next epoch, and its ``state_dict`` includes the batches
+    of the pass. The two can therefore be iterated in turn, whether the position was restored or not. A plain DataLoader
+    becomes a plain DataLoader that iterates over the skipped indices (or, for an iterable dataset, reads and drops the
+    skipped batches).
     """
     if type(dataloader) is PreparedLoader:
         return cast("DataLoader[Any]", dataloader.skipped(num_batches))
