@@ -275,6 +275,20 @@ def test_numbering_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert again.save_state().name == "checkpoint_2"
 
 
+def test_a_series_stays_in_its_folder_when_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True, project_config=project(Path("run")))
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert accelerator.save_state() == tmp_path / "run" / "checkpoints" / "checkpoint_1"
+    assert accelerator.load_state().name == "checkpoint_1"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, project_config=project(tmp_path))
     model = accelerator.prepare(nn.Linear(2, 2))

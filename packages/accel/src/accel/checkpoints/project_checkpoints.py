@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from accel_state.errors import ConfigError
@@ -19,11 +20,15 @@ FOLDER = "checkpoints"
 
 @final
 class ProjectCheckpoints:
-    """Locations of a project's checkpoints, numbered automatically or given by the caller."""
+    """Locations of a project's checkpoints, numbered automatically or given by the caller.
+
+    A relative folder of the project is that of the working directory at construction.
+    """
 
     def __init__(self, session: "Session", project: "ProjectConfiguration") -> None:
         self._session = session
         self._project = project
+        self._working_directory = None if project.project_dir is None else Path.cwd()
         self._nodes: PerNode | None = None
         self._swept = False
 
@@ -66,7 +71,10 @@ class ProjectCheckpoints:
         from accel_ckpt.io.storage import locate
 
         retention = keep_for_run(last=project.total_limit, best=self.best)
-        return CheckpointDirectory(locate(project.project_dir) / FOLDER, retention=retention, group=self.ranks())
+        folder, given = locate(project.project_dir), os.fspath(project.project_dir)
+        if self._working_directory is not None and isinstance(folder, Path) and "://" not in given:
+            folder = self._working_directory / Path(given).expanduser()
+        return CheckpointDirectory(folder / FOLDER, retention=retention, group=self.ranks())
 
     def next(
         self, output_dir: str | os.PathLike[str] | None, *, alone: bool
