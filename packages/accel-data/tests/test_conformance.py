@@ -8,6 +8,7 @@ cells of a covering array of strength 3: each combination of values of any three
 
 import gc
 import re
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -307,6 +308,7 @@ def promised(cell: Cell) -> bool:
     return not any(row.holds(cell) for row in NOT_PROMISED)
 
 
+@cache
 def covering() -> list[Cell]:
     """The promised cells of a covering array of strength 3, and those of the sample, in the order of ``CELLS``."""
     only_promised = {

@@ -11,8 +11,9 @@ from accel_backends import Bundle, FSDP1Backend, FSDPBackend, FSDPConfig, Run
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 
+Uses = list[tuple[tuple[int, ...], tuple[int, ...]]]
 #: Which of two scales each rank multiplies with, in each micro-batch of a step.
-USES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
+USES: dict[str, Uses] = {
     "not in the last micro-batch": [((0, 1), (0, 1)), ((), ())],
     "one for each rank": [((0,), (1,))],
     "on one rank": [((0,), ())],
@@ -54,10 +55,25 @@ def loss_of(model: nn.Module, step: int, micro: int, rank: int, uses: tuple[int,
     return loss
 
 
+def accumulate(backend: FSDPBackend, model: nn.Module, expected: nn.Module, step: int, uses: Uses) -> None:
+    """Backwards of one window: of this rank's losses in ``model``, and of the mean over ranks in ``expected``."""
+    rank = backend.session.rank
+    for micro, used in enumerate(uses):
+        with backend.no_sync(model) if micro < len(uses) - 1 else nullcontext():
+            backend.backward(loss_of(model, step, micro, rank, used[rank]))
+        for each in range(2):
+            (loss_of(expected, step, micro, each, used[each]) / 2).backward()
+
+
+def assert_equal(backend: FSDPBackend, model: nn.Module, expected: nn.Module) -> None:
+    for name, value in backend.states.full_model(model, main_only=False).items():
+        torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "prepared again"])
 @pytest.mark.parametrize("uses", USES.values(), ids=USES)
-def test_scales_train_as_in_one_process(rank: int, uses: list[tuple[tuple[int, ...], ...]], again: bool) -> None:
+def test_scales_train_as_in_one_process(uses: Uses, again: bool) -> None:
     backend = opened()
     (model, optimizer), (expected, stepping) = made(), made()
     backend.prepare(Bundle([model], [optimizer]))
@@ -66,19 +82,14 @@ def test_scales_train_as_in_one_process(rank: int, uses: list[tuple[tuple[int, .
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
         backend.prepare(Bundle([model], [optimizer]))
     for step in range(2):
-        for micro, used in enumerate(uses):
-            with backend.no_sync(model) if micro < len(uses) - 1 else nullcontext():
-                backend.backward(loss_of(model, step, micro, rank, used[rank]))
-            for each in range(2):
-                (loss_of(expected, step, micro, each, used[each]) / 2).backward()
+        accumulate(backend, model, expected, step, uses)
         for scale, other in zip(model.scales, expected.scales, strict=True):
             assert (scale.grad is None) == (other.grad is None)
         backend.step(optimizer)
-        optimizer.zero_grad()
         stepping.step()
-        stepping.zero_grad()
-    for name, value in backend.states.full_model(model, main_only=False).items():
-        torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-10, atol=1e-12)
+        for one in (optimizer, stepping):
+            one.zero_grad()
+    assert_equal(backend, model, expected)
 
 
 @pytest.mark.ranks(2)
@@ -119,20 +130,15 @@ def test_ignored_modules_train_as_in_one_process(rank: int) -> None:
     (model, optimizer), (expected, stepping) = branched(rank), branched()
     backend.prepare(Bundle([model], [optimizer]))
     for step, uses in enumerate(USES.values()):
-        for micro, used in enumerate(uses):
-            with backend.no_sync(model) if micro < len(uses) - 1 else nullcontext():
-                backend.backward(loss_of(model, step, micro, rank, used[rank]))
-            for each in range(2):
-                (loss_of(expected, step, micro, each, used[each]) / 2).backward()
+        accumulate(backend, model, expected, step, uses)
         norm = backend.gradients.clip_norm(model.parameters(), 0.5)
         wanted = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
         torch.testing.assert_close(norm, wanted, rtol=1e-10, atol=1e-12)
         backend.step(optimizer)
-        optimizer.zero_grad()
         stepping.step()
-        stepping.zero_grad()
-    for name, value in backend.states.full_model(model, main_only=False).items():
-        torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-10, atol=1e-12)
+        for one in (optimizer, stepping):
+            one.zero_grad()
+    assert_equal(backend, model, expected)
 
 
 @pytest.mark.ranks(2)

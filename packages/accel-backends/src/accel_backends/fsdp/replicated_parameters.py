@@ -1,12 +1,12 @@
 """Replicated parameters of an FSDP model, which torch does not reduce: their gradients are averaged here."""
 
 from collections.abc import Iterable
-from functools import reduce
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from accel_backends.ops.averaging import average_tensors
 from accel_state.watchdog.decorator import recorded
 
 
@@ -39,34 +39,23 @@ class ReplicatedParameters:
         return bool(self._parameters)
 
     @recorded("average gradients", shared=False)
-    @torch.no_grad()
     def average(self) -> None:
-        """Averages all gradients in one all-reduce; a parameter that no rank used keeps ``grad`` None.
+        """Averages all gradients, in one all-reduce per dtype; a parameter that no rank used keeps ``grad`` None.
 
         Collective: every rank of the group must call this.
         """
-        import torch.distributed as dist
-
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not trained:
             return
-        dtype = reduce(torch.promote_types, (parameter.dtype for parameter in trained))
-        gradients = [parameter.grad for parameter in trained]
-        here = [gradient is not None for gradient in gradients]
-        values = [
-            parameter.new_zeros(parameter.numel(), dtype=dtype) if gradient is None else gradient.flatten().to(dtype)
-            for parameter, gradient in zip(trained, gradients, strict=True)
-        ]
-        both = torch.cat([*values, values[0].new_tensor(here)])
-        dist.all_reduce(both, group=self._group)
-        *sums, counts = both.split([*(parameter.numel() for parameter in trained), len(trained)])
-        used = here if all(here) else counts.bool().tolist()
-        for parameter, total, anywhere in zip(trained, sums, used, strict=True):
-            mean = total.div_(self._ranks).view(parameter.shape)
-            if parameter.grad is not None:
-                parameter.grad.copy_(mean)
-            elif anywhere:
-                parameter.grad = mean.to(parameter.dtype, copy=True)
+        here = [parameter.grad is not None for parameter in trained]
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
+        used = trained[0].new_tensor(here)
+        average_tensors([*gradients, used], self._group)
+        if all(here):  # otherwise the flags of all ranks are read, which waits for the device
+            return
+        for parameter, gradient, anywhere in zip(trained, gradients, used.bool().tolist(), strict=True):
+            if anywhere:
+                parameter.grad = gradient
 
     def _average_one(self, parameter: torch.Tensor) -> None:
         import torch.distributed as dist

@@ -89,7 +89,7 @@ def take_full_tensors(model: nn.Module) -> None:
             module.register_load_state_dict_pre_hook(_place)
 
 
-def refuse_full_tensors(wrapped: nn.Module, inner: nn.Module, ignored: Collection[str] = ()) -> None:
+def refuse_full_tensors(wrapped: nn.Module, inner: nn.Module, ignored: Collection[str]) -> None:
     """Makes FSDP1's wrapper and its wrapped model refuse parameters that are not DTensors.
 
     Args:
@@ -118,7 +118,7 @@ def _refuse(ignored: tuple[str, ...], module: nn.Module, state: Any, prefix: str
         return
     names = named_parameters(module)
     given = (name for name, value in state.items() if name in names and not is_dtensor(value))
-    whole = next((name for name in given if not ignored or not name.startswith(ignored)), None)
+    whole = next((name for name in given if not name.startswith(ignored)), None)
     if whole is not None:
         raise BackendError(
             f"load_state_dict of a model prepared with fsdp_version=1 was given the whole {whole}, and every rank "

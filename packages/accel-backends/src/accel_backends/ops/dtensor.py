@@ -1,4 +1,4 @@
-"""Conversion between DTensors and full tensors."""
+"""Tensor subclasses among parameters: DTensors, their conversion to and from full tensors, and quantized weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
-    """Whether a frozen parameter is a quantized weight of torchao or bitsandbytes, which no broadcast may send.
+    """Whether a parameter is a frozen quantized weight of torchao or bitsandbytes, which no broadcast may send.
 
     A broadcast flattens each tensor, which those of torchao do not permit, because they consist of several tensors; and
     it would send the integers of bitsandbytes without their scales. Every rank has loaded the same.

@@ -51,8 +51,10 @@ class Url:
 Location = Path | Url
 
 
-def locate(place: str | os.PathLike[str]) -> Location:
+def locate(place: str | os.PathLike[str], *, base: Path | None = None) -> Location:
     """Converts a text, path or URL to a location.
+
+    A relative path is below ``base``; None: the working directory.
 
     Raises:
         CheckpointError: a URL was converted to a path before, which drops one of its slashes.
@@ -65,7 +67,8 @@ def locate(place: str | os.PathLike[str]) -> Location:
         return Url(text.rstrip("/"))
     if _SHORTENED.match(text) and not separator:
         raise CheckpointError(f"{text!r} was a URL before it became a path; give it as text")
-    return Path(rest if separator else text).expanduser().absolute()
+    path = Path(rest if separator else text).expanduser()
+    return path.absolute() if base is None else base / path
 
 
 class Staged(Protocol):

@@ -4,12 +4,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from accel_inference.quantization.config import BnbQuantizationConfig
+if TYPE_CHECKING:  # every ``prepare`` imports this module
+    from accel_inference.quantization.config import BnbQuantizationConfig
 
 _LOADS_SCALES: Final = "_accel_loads_scales"
 
@@ -56,7 +57,7 @@ def load_scales(model: nn.Module) -> None:
 class BnbQuantizer:
     """Quantization by bitsandbytes in 8 or 4 bits."""
 
-    config: BnbQuantizationConfig
+    config: "BnbQuantizationConfig"
 
     def takes(self, linear: nn.Linear) -> bool:
         return True

@@ -71,10 +71,8 @@ class ProjectCheckpoints:
         from accel_ckpt.io.storage import locate
 
         retention = keep_for_run(last=project.total_limit, best=self.best)
-        folder, given = locate(project.project_dir), os.fspath(project.project_dir)
-        if self._working_directory is not None and isinstance(folder, Path) and "://" not in given:
-            folder = self._working_directory / Path(given).expanduser()
-        return CheckpointDirectory(folder / FOLDER, retention=retention, group=self.ranks())
+        folder = locate(project.project_dir, base=self._working_directory) / FOLDER
+        return CheckpointDirectory(folder, retention=retention, group=self.ranks())
 
     def next(
         self, output_dir: str | os.PathLike[str] | None, *, alone: bool

@@ -61,10 +61,13 @@ class ModelState:
         return with_inner_tensors(self.backend.states.model(self.model))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        own = self.state_dict()
-        left = load_inner_tensors(own, state, inner_aliases(own, names_stored(self.model)))
-        # ``check`` has compared the names; tensors that consist of others are not left.
-        self.backend.states.load_model(self.model, left, strict=self.strict and len(left) == len(state))
+        strict = self.strict
+        if any(isinstance(value, str) for value in state.values()):  # perhaps classes of tensors that consist of others
+            own = self.state_dict()
+            left = load_inner_tensors(own, state, inner_aliases(own, names_stored(self.model)))
+            # ``check`` has compared the names; tensors that consist of others are not left.
+            strict, state = strict and len(left) == len(state), left
+        self.backend.states.load_model(self.model, state, strict=strict)
 
     def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
         """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
