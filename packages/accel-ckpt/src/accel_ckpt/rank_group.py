@@ -82,7 +82,7 @@ class RankGroup:
 
         Collective: every rank of the group must call this. A failing rank raises its own error, the others a
         CheckpointError with the failed ranks and their messages, so that ``except CheckpointError`` is entered on all
-        ranks or on none.
+        ranks or on none. If the other ranks cannot be reached, the CheckpointError has both messages.
         """
         result: Any = None
         error: Exception | None = None
@@ -100,7 +100,7 @@ class RankGroup:
         except AccelError:
             raise
         except Exception as lost:  # of various types if the group was destroyed in this process
-            raise error or CheckpointError(f"{what}: {_LOST}: {lost}") from lost
+            raise _lost(what, lost, error) from (error or lost)
         if error is not None:
             raise error
         failed = {rank: message for rank, (message, _) in enumerate(told) if message is not None}
@@ -128,7 +128,7 @@ class RankGroup:
             except AccelError:
                 raise
             except Exception as lost:
-                raise error or CheckpointError(f"{what}: {_LOST}: {lost}") from lost
+                raise _lost(what, lost, error) from (error or lost)
 
         def follow() -> None:
             if error is not None:
@@ -152,6 +152,12 @@ class RankGroup:
         """
         told = self.run_on_all(what, lambda: work() if self.keeps else None)
         return [told[rank] for rank in self.keepers]  # type: ignore[misc]
+
+
+def _lost(what: str, lost: Exception, error: Exception | None) -> CheckpointError:
+    """Error of a rank that cannot reach the others; its own ``error`` may be a consequence, or the cause."""
+    own = "" if error is None else f"{type(error).__name__}: {error}; "
+    return CheckpointError(f"{what}: {own}{_LOST}: {lost}")
 
 
 def host_group(group: "ProcessGroup") -> "ProcessGroup":
