@@ -34,7 +34,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "accel_observe": (2, 2),
     "accel_planner": (5, 11),
     "accel_state": (7, 46),
-    "accel_testing": (4, 12),
+    "accel_testing": (4, 14),
 }
 Graph = Mapping[str, set[str]]
 

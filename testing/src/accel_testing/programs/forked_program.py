@@ -10,9 +10,10 @@ from.
 import atexit
 import builtins
 import ctypes
-import gc
+import importlib
 import inspect
 import io
+import json
 import os
 import runpy
 import signal
@@ -20,14 +21,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, final
 
-#: Modules that start ranks by ``subprocess.Popen`` and use no thread of torch before.
+from accel_testing.programs.sibling_forks import SiblingForks, is_possible
+from accel_testing.ranks.fork_server import print_to
+
+#: Modules that start ranks by ``subprocess.Popen``.
 _LAUNCHERS = ("accel", "torch.distributed.run")
+#: Installed scripts, beside this Python, that run a module.
+_SCRIPTS = {"accel": "accel", "torchrun": "torch.distributed.run"}
 _OURS = "accel"
 _OPTIONS = ("-P", "-u")
 # Variables that Python, torch or a library that torch loads reads once, at its start.
@@ -79,7 +84,7 @@ class PythonProgram:
             sys.path.insert(0, os.path.dirname(os.path.realpath(self.target)))
         with open(self.target, "rb") as file:
             code = compile(file.read(), self.target, "exec")
-        main.__dict__.update(__file__=self.target, __builtins__=builtins, __cached__=None)
+        main.__dict__.update(__file__=self.target, __builtins__=builtins, __cached__=None, __annotations__={})
         exec(code, main.__dict__)
 
 
@@ -87,6 +92,9 @@ def parse(command: Sequence[str | os.PathLike[str]]) -> PythonProgram | None:
     """Program that a command runs in this Python; None for other commands, other options and ``python -c``."""
     executable, *words = (os.fspath(word) for word in command)
     options = set()
+    if module := _SCRIPTS.get(os.path.basename(executable)):
+        is_ours = os.path.dirname(executable) == os.path.dirname(sys.executable)
+        return PythonProgram(module, tuple(words), is_module=True, options=frozenset()) if is_ours else None
     if executable != sys.executable:
         return None
     while words and words[0] in _OPTIONS:
@@ -112,8 +120,22 @@ def can_serve(here: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     return fixed(here) == fixed(wanted)
 
 
-def become(program: PythonProgram, command: Sequence[str], environment: Mapping[str, str], folder: str) -> NoReturn:
-    """Makes this process, which was just forked, run ``program`` and end as the interpreter does."""
+def prepare(modules: Sequence[str]) -> None:
+    """Imports ``modules`` in a fork server."""
+    for name in modules:
+        importlib.import_module(name)
+
+
+def become(files: Sequence[int]) -> NoReturn:
+    """Makes this process, a child of a fork server, the program of a request; it prints to the second file."""
+    request, output = files
+    print_to(output)
+    with os.fdopen(request, "rb") as file:
+        command, environment, folder = json.load(file)
+    become_command(command, environment, folder)
+
+
+def _run(program: PythonProgram, command: Sequence[str], environment: Mapping[str, str], folder: str) -> NoReturn:
     os.environ.clear()
     os.environ.update(environment)
     _show(command, environment)
@@ -131,7 +153,7 @@ def become(program: PythonProgram, command: Sequence[str], environment: Mapping[
         for stream in (sys.stdout, sys.stderr):
             assert isinstance(stream, io.TextIOWrapper)
             stream.reconfigure(write_through=True)
-    if program.is_launcher:
+    if program.is_launcher and is_possible():
         fork_children(environment)
     try:
         program.run()
@@ -147,28 +169,27 @@ def become(program: PythonProgram, command: Sequence[str], environment: Mapping[
 
 
 def fork_children(environment: Mapping[str, str]) -> None:
-    """Makes ``subprocess.Popen`` fork this process where the command is a program of Python that it can become."""
+    """Makes ``subprocess.Popen`` fork the programs of Python that a fork of this process can become."""
     start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     parameters = inspect.signature(start)
+    forks = SiblingForks(become_command)
 
     def execute_child(process: Any, *args: Any, **kwargs: Any) -> None:
         given = parameters.bind(process, *args, **kwargs).arguments
         command = given["args"]
         wanted = os.environ if given["env"] is None else given["env"]
-        program = None if given["shell"] or isinstance(command, str) else parse(command)
-        if program is None or not can_serve(environment, wanted):
+        plain = not given["shell"] and given["preexec_fn"] is None and not given["pass_fds"]
+        if not plain or isinstance(command, str) or parse(command) is None or not can_serve(environment, wanted):
             start(process, *args, **kwargs)
             return
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        process.pid = os.fork()
-        if process.pid == 0:
-            try:
-                subprocess.Popen._execute_child = start  # type: ignore[attr-defined]
-                _leave_parent(given)
-                become(program, command, dict(wanted), os.fspath(given["cwd"] or os.getcwd()))
-            finally:
-                os._exit(70)
+        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        process.pid = forks.fork(
+            [os.fspath(word) for word in command],
+            wanted,
+            os.fspath(given["cwd"] or os.getcwd()),
+            streams=[number if stream == -1 else stream for number, stream in enumerate(streams)],
+            new_session=given["start_new_session"],
+        )
         process._child_created = True
         process._close_pipe_fds(*(given[name] for name in _PIPES))
 
@@ -178,22 +199,15 @@ def fork_children(environment: Mapping[str, str]) -> None:
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
-def _leave_parent(given: Mapping[str, Any]) -> None:
-    """Gives the child its own streams, session and objects, as exec would."""
-    gc.freeze()  # otherwise collecting the parent's objects would close descriptors that have its old numbers
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
-    streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
-    copies = [number if stream == -1 else os.dup(stream) for number, stream in enumerate(streams)]
-    for number, copy in enumerate(copies):
-        os.dup2(copy, number, inheritable=True)
-    kept = sorted({0, 1, 2, *given["pass_fds"]})
-    for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-        os.closerange(low + 1, high)
-    if given["start_new_session"]:
-        os.setsid()
-    if given["preexec_fn"] is not None:
-        given["preexec_fn"]()
+def become_command(command: Sequence[str], environment: Mapping[str, str], folder: str) -> NoReturn:
+    """Makes this process, which was just forked, what ``command`` would start.
+
+    Raises:
+        AssertionError: ``parse`` refuses the command.
+    """
+    program = parse(command)
+    assert program is not None, command
+    _run(program, command, environment, folder)
 
 
 def _reset_signals() -> None:

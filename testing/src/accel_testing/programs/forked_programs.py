@@ -19,6 +19,7 @@ from accel_testing.ranks.processes import ForkServer
 # system allows 128 KiB for one of them.
 _ROOM = {"ACCEL_TESTING_ROOM_1": "-" * 60_000, "ACCEL_TESTING_ROOM_2": "-" * 60_000}
 _FOREVER = 1e9
+_KIND = "accel_testing.programs.forked_program"
 
 
 @final
@@ -92,7 +93,5 @@ class ForkedPrograms:
             self._folder = Path(tempfile.mkdtemp(prefix="accel-programs-"))
             self._environment = rank_environment(os.environ)
             preload = (*self._preload, ROOM * 4000)
-            self._server = ForkServer(
-                "program", self._folder / "server", {**self._environment, **_ROOM}, preload=preload
-            )
+            self._server = ForkServer(_KIND, self._folder / "server", {**self._environment, **_ROOM}, preload=preload)
         return self._server

@@ -8,17 +8,16 @@ ends, however that happens.
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import importlib
-import json
 import os
 import selectors
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK = 2.0
@@ -32,15 +31,11 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-Become = Callable[[list[int]], None]
-"""What a child does with the files of its request; it does not return."""
-
-
 class _ForkServer:
-    def __init__(self, control: socket.socket, folder: str, become: Become, *, parent: int) -> None:
+    def __init__(self, control: socket.socket, folder: str, kind: "Kind", *, parent: int) -> None:
         self.control = control
         self.folder = folder
-        self.become = become
+        self.kind = kind
         self.parent = parent
         self.children: set[int] = set()
         self.selector = selectors.DefaultSelector()  # ``select`` itself refuses descriptors of 1024 and above
@@ -87,7 +82,7 @@ class _ForkServer:
         if pid == 0:
             try:
                 self.leave_server(parent)
-                self.become(files)
+                self.kind.become(files)
             finally:
                 os._exit(70)
         for file in files:
@@ -117,73 +112,45 @@ class _ForkServer:
             os.rmdir(os.path.dirname(self.folder))
 
 
-def _become_rank(files: list[int]) -> None:
-    from accel_testing.ranks.rank import serve
+class Kind(Protocol):
+    """What a server's children are: a module with these functions."""
 
-    connection, output, stacks = files
-    _print_to(output)
-    for text in (sys.stdout, sys.stderr):
-        text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()
-    os.environ.pop("PYTHONHASHSEED", None)  # for this process only, not for programs that a test starts
-    serve(connection, stacks)
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Imports what every child needs, and ``modules``, in the server."""
+
+    def become(self, files: Sequence[int]) -> NoReturn:
+        """Makes this process, which was just forked, the child that ``files`` describe."""
 
 
-def _become_program(files: list[int]) -> None:
-    from accel_testing.programs.forked_program import become, parse
-
-    request, output = files
-    _print_to(output)
-    with os.fdopen(request, "rb") as file:
-        command, environment, folder = json.load(file)
-    program = parse(command)
-    assert program is not None, command
-    become(program, command, environment, folder)
-
-
-def _print_to(output: int) -> None:
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.close(output)
-
-
-def _prepare_ranks(modules: list[str]) -> None:
-    from accel_testing.ranks.rank import warm
-
-    warm(modules)
-
-
-def _prepare_programs(modules: list[str]) -> None:
-    for name in modules:
-        importlib.import_module(name)
-
-
-CHILDREN: Mapping[str, tuple[Callable[[list[str]], None], Become]] = {
-    "rank": (_prepare_ranks, _become_rank),
-    "program": (_prepare_programs, _become_program),
-}
 ROOM = "-"
 """Begin of an argument that only makes room in what ``/proc`` shows, which a forked program overwrites."""
 
 
 def main(kind: str, control_file: int, folder: str, modules: list[str]) -> None:
-    """Imports the modules that the children need, then forks them on request until the test process ends."""
+    """Prepares for children of a ``Kind``, the module of that name, then forks them until the test process ends."""
     parent = os.getppid()  # read before the imports, which take seconds in which the parent may end
     control = socket.socket(fileno=control_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    prepare, become = CHILDREN[kind]
-    prepare(modules)
+    children: Kind = importlib.import_module(kind)
+    children.prepare(modules)
     gc.collect()
     gc.freeze()
-    server = _ForkServer(control, folder, become, parent=parent)
+    server = _ForkServer(control, folder, children, parent=parent)
     try:
         server.run()
     finally:
         server.end_children()
     server.remove_folder()  # not after an error, whose message the test process reads there
+
+
+def print_to(output: int) -> None:
+    """Makes a file the standard output and error of this process, and closes its own descriptor."""
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ class ForkServer:
     """The process that a rank, or programs, are forked from; it starts in the background."""
 
     def __init__(self, kind: str, folder: Path, environment: Mapping[str, str], *, preload: Sequence[str] = ()) -> None:
-        """``kind`` is what its children are: ``rank`` or ``program``; ``preload`` names modules that it imports."""
+        """``kind`` names a module of functions ``prepare`` and ``become`` (``fork_server.Kind``).
+
+        ``preload`` names modules that the server imports.
+        """
         self._folder = folder
         folder.mkdir()
         mine, theirs = socket.socketpair()
