@@ -71,6 +71,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
     from accel_planner.candidate import named
     from accel_planner.cost.plan import candidates_on
     from accel_planner.profile.named_objects import load_function, load_object
+    from accel_planner.select import plan_document
     from accel_precision import PrecisionError, PrecisionPolicy
 
     try:
@@ -100,7 +101,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
     except PlanError as error:
         problem = str(error)
     if as_json:
-        print_json(as_data(profile, hardware, plans, decision, problem, options["margin"]))
+        print_json(plan_document(profile, hardware, plans, decision, problem, options["margin"]))
     else:
         _show(profile, hardware, plans, decision, options["margin"])
         if problem is not None:
@@ -125,48 +126,6 @@ def _hardware(devices: str | None, nodes: int | None, options: dict[str, Any]) -
     if options["flops"] is not None:
         changes["flops"] = options["flops"]
     return replace(hardware, **changes)
-
-
-def as_data(
-    profile: "ModelProfile",
-    hardware: "Hardware",
-    plans: "list[MemoryPlan]",
-    decision: "Decision | None",
-    problem: str | None,
-    margin: float,
-) -> dict[str, Any]:
-    """All results as plain data: bytes and seconds."""
-    from dataclasses import asdict
-
-    from accel_planner.select import fits
-
-    return {
-        "model": {"name": profile.name, "parameters": profile.numel, "units": len(profile.units)},
-        "precision": profile.policy.name,
-        "hardware": asdict(hardware),
-        "plans": [
-            {
-                "strategy": plan.candidate.name,
-                "backend": plan.candidate.backend,
-                "options": dict(plan.candidate.options),
-                **asdict(plan.parts),
-                "peak": plan.peak,
-                "communicated": {**asdict(plan.traffic), "total": plan.traffic.total},
-                "seconds": plan.seconds,
-                "fits": fits(plan, hardware.memory, margin),
-            }
-            for plan in plans
-        ],
-        "choice": None
-        if decision is None
-        else {
-            "strategy": decision.plan.candidate.name,
-            "reasons": list(decision.reasons),
-            "changes": list(decision.changes),
-        },
-        "problem": problem,
-        "notes": list(profile.notes),
-    }
 
 
 def _table(rows: list[tuple[str, ...]], fitting: list[bool], hidden: Sequence[str]) -> "Table":

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from accel_state.sizes import readable_bytes, readable_count
 if TYPE_CHECKING:
     from accel_planner.cost.axis_plan import AxisPlan
     from accel_planner.cost.hardware import Hardware
-    from accel_planner.cost.transformer_shape import TransformerShape
     from accel_planner.select_axes import AxisProposal
 
 _SHOWN = 12
@@ -47,7 +45,7 @@ def plan_axes_of(path: Path, hardware: "Hardware", options: Mapping[str, Any], *
     from accel_planner.cost.axis_plan import Batching
     from accel_planner.cost.transformer_shape import TransformerShape
     from accel_planner.errors import PlanError
-    from accel_planner.select_axes import plan_axes, propose_axes
+    from accel_planner.select_axes import axes_document, plan_axes, propose_axes
 
     _check_options(path, options)
     shape = TransformerShape.from_config(_read(path))
@@ -62,7 +60,7 @@ def plan_axes_of(path: Path, hardware: "Hardware", options: Mapping[str, Any], *
         problem = str(error)
     room = int(hardware.memory * (1 - margin))
     if as_json:
-        print_json(_as_data(shape, hardware, batching, plans, proposal, problem, room))
+        print_json(axes_document(shape, hardware, batching, plans, proposal, problem, room))
         return int(problem is not None)
     print(
         f"{shape.name}: {readable_count(shape.numel)} parameters, bf16, on {hardware}, {batching.global_batch} samples"
@@ -99,36 +97,6 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{file} has a {type(found).__name__}; expected the fields of a configuration")
     return found
-
-
-def _as_data(
-    shape: "TransformerShape",
-    hardware: "Hardware",
-    batching: Any,
-    plans: "Sequence[AxisPlan]",
-    proposal: "AxisProposal | None",
-    problem: str | None,
-    room: int,
-) -> dict[str, Any]:
-    return {
-        "model": {**asdict(shape), "parameters": shape.numel},
-        "hardware": asdict(hardware),
-        "batch": asdict(batching),
-        "plans": [{**asdict(plan), "name": plan.name, "peak": plan.peak, "fits": plan.peak <= room} for plan in plans],
-        "choice": None if proposal is None else _choice(proposal),
-        "problem": problem,
-    }
-
-
-def _choice(proposal: "AxisProposal") -> dict[str, Any]:
-    plan = proposal.plan
-    return {
-        "name": plan.name,
-        "degrees": asdict(plan.degrees),
-        "checkpointing": plan.checkpointing,
-        "sync_each_batch": plan.sync_each_batch,
-        "reasons": list(proposal.reasons),
-    }
 
 
 def _print_table(plans: "Sequence[AxisPlan]", proposal: "AxisProposal | None", room: int) -> None:
