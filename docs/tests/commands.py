@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 from docs.tests.pages import ON_CPU, PAGES, Block, blocks_of
 
 PROGRAMS = ("accel", "python", "pytest")

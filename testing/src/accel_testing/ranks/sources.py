@@ -47,7 +47,7 @@ class ForkedRanks:
             self._environment = rank_environment(os.environ)
         for rank in range(len(self._servers), size):
             variables = {**self._environment, **hash_seeds.of_rank(rank, self._environment)}
-            self._servers.append(ForkServer(self._folder / str(rank), variables, preload=self._preload))
+            self._servers.append(ForkServer("rank", self._folder / str(rank), variables, preload=self._preload))
         return self._environment
 
     def team(self, size: int) -> list[Rank]:
@@ -57,7 +57,7 @@ class ForkedRanks:
         self.prepare(size)
         if any(rank.is_gone() for rank in self._ranks):
             self.discard()
-        self._ranks += [server.fork() for server in self._servers[len(self._ranks) : size]]
+        self._ranks += [server.fork_rank() for server in self._servers[len(self._ranks) : size]]
         return self._ranks[:size]
 
     def discard(self) -> None:
