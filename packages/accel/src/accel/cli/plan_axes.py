@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_launch.cli.printing import print_json
+from accel_launch.cli.printing import print_json, print_table
 from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes, readable_count
 
@@ -19,21 +19,9 @@ _SHOWN = 12
 _TRACED_ONLY = {"sample": None, "loss": None, "candidates": None, "optimizer": "adamw"}
 _OFFLOADED_ONLY = ("host_memory", "host_bandwidth")
 _PRECISIONS = ("no", "bf16")
-_COLUMNS = (
-    "",
-    "degrees",
-    "param",
-    "grad",
-    "optim",
-    "activ",
-    "comm",
-    "peak",
-    "in node",
-    "between",
-    "bubble",
-    "step",
-    "fits",
-)
+_PAGE = 1000
+_SIZES = ("param>", "grad>", "optim>", "activ>", "comm>", "peak>", "in node>", "between>", "bubble>", "step>")
+_COLUMNS = ("", "degrees", *_SIZES, "fits")
 
 
 def plan_axes_of(path: Path, hardware: "Hardware", options: Mapping[str, Any], *, as_json: bool) -> int:
@@ -101,15 +89,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _print_table(plans: "Sequence[AxisPlan]", proposal: "AxisProposal | None", room: int) -> None:
     """Prints the fastest plans that fit, or those with the lowest peak if none does."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     fitting = [plan for plan in plans if plan.peak <= room]
     shown = (fitting or sorted(plans, key=lambda plan: plan.peak))[:_SHOWN]
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("", "degrees", "fits") else "right", no_wrap=True)
+    rows = []
     for plan in shown:
         sizes = (plan.parameters, plan.gradients, plan.optimizer, plan.activations, plan.communication, plan.peak)
         sent = (sum(plan.local.values()), sum(plan.remote.values()))
@@ -122,7 +104,7 @@ def _print_table(plans: "Sequence[AxisPlan]", proposal: "AxisProposal | None", r
             f"{plan.seconds:.3g} s",
             "yes" if plan.peak <= room else "no",
         )
-        table.add_row(*map(Text, cells))
-    Console(highlight=False, width=1000).print(table)
+        rows.append(cells)
+    print_table(_COLUMNS, rows, width=_PAGE)
     if len(plans) > len(shown):
         print(f"({len(fitting)} of {len(plans)} combinations fit; all with --json)")
