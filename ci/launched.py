@@ -72,7 +72,8 @@ def main(arguments: list[str]) -> int:
         python = layered(Path(folder) / "environment")
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         env["PATH"] = os.pathsep.join([str(python.parent), env.get("PATH", "")])
-        pytest = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", f"--hash-seed={seed}", *arguments]
+        pytest = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal"]
+        pytest += ["--programs=exec", f"--hash-seed={seed}", *arguments]
         statuses = []
         for name, selection in RUNS.items():
             # Each run remembers its own failures: the same test may fail under one launcher and pass under the other.
