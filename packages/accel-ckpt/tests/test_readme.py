@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import accel_ckpt
+from accel_testing import run_command
 
 ROOT = Path(__file__).parents[1]
 
@@ -11,9 +12,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "example.py").write_text(example)
-    ended = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "checkpoint_4 step 4\n"
+    assert run_command([sys.executable, "example.py"], cwd=tmp_path).check().output == "checkpoint_4 step 4\n"
 
 
 def test_every_public_name_is_there() -> None:

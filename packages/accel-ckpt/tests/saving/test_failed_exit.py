@@ -1,12 +1,12 @@
 """A process whose last background save failed, and that nobody told, ends with a status other than 0."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from accel_ckpt.saving.failed_exit import STATUS
+from accel_testing import Finished, run_command
 
 SCRIPT = """
 import atexit, logging, sys, weakref
@@ -28,19 +28,20 @@ atexit.register(print, "registered after")
 """
 
 
-def run(tmp_path: Path, end: str, *, fails: bool = True) -> "subprocess.CompletedProcess[str]":
-    script = SCRIPT.format(path=str(tmp_path / "one"), end=end, fails=fails)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+def run(tmp_path: Path, end: str, *, fails: bool = True) -> Finished:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(path=str(tmp_path / "one"), end=end, fails=fails))
+    return run_command([sys.executable, str(script)])
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "del saver"])
 def test_a_failure_that_nobody_was_told_of_ends_the_process_badly(tmp_path: Path, end: str) -> None:
     done = run(tmp_path, end)
-    assert done.returncode == STATUS, done.stderr
-    assert "the disk is on fire; no checkpoint was committed; the process ends with status 120" in done.stderr
+    assert done.status == STATUS, done.output
+    assert "the disk is on fire; no checkpoint was committed; the process ends with status 120" in done.output
     for line in ("registered before", "registered after", "finalized"):  # nothing of the end is skipped
-        assert line in done.stdout
+        assert line in done.output
     assert not (tmp_path / "one").exists()
 
 
@@ -57,10 +58,11 @@ def test_exceptions_and_failures_that_were_told_keep_their_status(
     tmp_path: Path, end: str, status: int, words: str
 ) -> None:
     done = run(tmp_path, end)
-    assert (done.returncode, words in done.stderr) == (status, True), done.stderr
+    assert (done.status, words in done.output) == (status, True), done.output
 
 
 def test_a_save_that_succeeds_changes_no_status(tmp_path: Path) -> None:
     done = run(tmp_path, "", fails=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    lines = sorted(done.check().output.splitlines())
+    assert lines == ["finalized", "registered after", "registered before"]
     assert (tmp_path / "one" / "manifest.json").exists()

@@ -1,12 +1,12 @@
 """The rank that ``accel launch`` names as the first to fail: the culprit, with its line, and never one that waited."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from accel_testing import run_command
 
 PROGRAM = Path(__file__).with_name("failing_ranks.py")
 # Each kind of failure, its rank, what the first line says of it, and the mark of the line that must be in the report.
@@ -34,9 +34,9 @@ def place(mark: str | None) -> str:
 def check_report(kind: str, folder: Path) -> None:
     rank, words, mark = KINDS[kind]
     argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--num_processes", "2", str(PROGRAM), kind]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=200)
-    assert done.returncode == STATUS.get(kind, 1), done.stderr
-    said = done.stderr[done.stderr.index("accel launch: rank ") :]
+    done = run_command(argv, cwd=folder, timeout=200)
+    assert done.status == STATUS.get(kind, 1), done.output
+    said = done.output[done.output.index("accel launch: rank ") :]
     head = said.splitlines()[0]
     assert head.startswith(f"accel launch: rank {rank} of 2 "), said
     assert words in head, said
@@ -65,16 +65,14 @@ def test_the_culprit_is_named_first_in_ten_launches_of_ten(kind: str, tmp_path: 
 def check_torchrun(kind: str, folder: Path) -> None:
     rank = KINDS[kind][0]
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(PROGRAM), kind]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1"}
-    done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode != 0
-    root = done.stderr[done.stderr.index("Root Cause") :]
-    assert re.search(rf"rank +: {rank} ", root), done.stderr
+    done = run_command(argv, cwd=folder, env={"ACCELERATE_USE_CPU": "1"}, timeout=200).check_failed()
+    root = done.output[done.output.index("Root Cause") :]
+    assert re.search(rf"rank +: {rank} ", root), done.output
     if KINDS[kind][1] == "failed first":
-        raised = re.search(r"^.*KeyError: 'no such \w+'$", done.stderr, re.MULTILINE)
-        assert raised is not None, done.stderr
-        assert "another rank" not in done.stderr[: raised.start()], done.stderr
-        assert re.search(place(KINDS[kind][2]), done.stderr[: raised.start()]), done.stderr
+        raised = re.search(r"^.*KeyError: 'no such \w+'$", done.output, re.MULTILINE)
+        assert raised is not None, done.output
+        assert "another rank" not in done.output[: raised.start()], done.output
+        assert re.search(place(KINDS[kind][2]), done.output[: raised.start()]), done.output
 
 
 @pytest.mark.parametrize("kind", [pytest.param("hook"), *(pytest.param(k, marks=pytest.mark.slow) for k in TORCHRUN)])
