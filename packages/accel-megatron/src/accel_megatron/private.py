@@ -30,12 +30,14 @@ def without_writer_process() -> Iterator[None]:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     before = filesystem_async._results_queue
+    others = set(active_children())
     filesystem_async._results_queue = Queue()
     try:
         yield
     finally:
         filesystem_async._results_queue = before
-        active_children()  # collects the writers that have ended, which megatron-core does not do after a failure
+        for writer in set(active_children()) - others:  # megatron-core does not wait for them after a failure
+            writer.join(10)
 
 
 @contextmanager
