@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,12 +19,20 @@ VOCABULARY, LENGTH, STEPS = 64, 12, 3
 
 def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
     from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        BertForPreTraining,
         GPT2Config,
         GPT2LMHeadModel,
         LlamaConfig,
         LlamaForCausalLM,
+        MegatronBertConfig,
+        MegatronBertForMaskedLM,
+        MegatronBertForPreTraining,
         MixtralConfig,
         MixtralForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
     )
 
     torch.manual_seed(0)
@@ -40,6 +49,39 @@ def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
             **dropouts,
         )
         model: nn.Module = GPT2LMHeadModel(config)
+    elif "bert" in kind:
+        config_class: Any = MegatronBertConfig if "megatron" in kind else BertConfig
+        pairs = MegatronBertForPreTraining if "megatron" in kind else BertForPreTraining
+        words = MegatronBertForMaskedLM if "megatron" in kind else BertForMaskedLM
+        dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        config = config_class(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            **dropouts,
+        )
+        model = (words if "words" in kind else pairs)(config)
+    elif "t5" in kind:
+        # Version 1.1 has gates, and does not scale its output.
+        version = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if "gated" in kind else {}
+        config = T5Config(
+            vocab_size=vocabulary,
+            d_model=32,
+            d_kv=6,
+            d_ff=48,
+            num_layers=3,
+            num_decoder_layers=2,
+            num_heads=4,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=12,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            **version,
+        )
+        model = T5ForConditionalGeneration(config)
     else:
         sizes: dict[str, Any] = {
             "vocab_size": vocabulary,
@@ -60,13 +102,23 @@ def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
     return model
 
 
-def samples(replica: int, step: int, count: int = 4) -> dict[str, torch.Tensor]:
+def samples(replica: int, step: int, count: int = 4, *, kind: str = "llama") -> dict[str, torch.Tensor]:
     """Samples of one data-parallel rank, with padding and as many targets in each rank's batch."""
     generator = torch.Generator().manual_seed(100 * step + replica)
     ids = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if "t5" in kind:  # the decoder's sequences have another length
+        batch["labels"] = torch.randint(0, VOCABULARY, (count, LENGTH - 4), generator=generator)
+        batch["labels"][1, -2:] = -100
+    if "bert" in kind:
+        words = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
+        batch["labels"] = words.masked_fill(torch.arange(LENGTH) % 3 != 1, -100)
+        batch["token_type_ids"] = (torch.arange(LENGTH) >= 5).long().expand(count, LENGTH)
+        if "words" not in kind:
+            batch["next_sentence_label"] = torch.randint(0, 2, (count,), generator=generator)
+    return batch
 
 
 @contextmanager
@@ -111,6 +163,7 @@ def reference(
     accumulation: int = 1,
     clip: float | None = None,
     precision: str = "no",
+    batches: str = "llama",
 ) -> list[float]:
     """Trains in one process on the samples of all data-parallel ranks; returns the losses of replica 0."""
     model = autocast_module(model, PrecisionPolicy.parse(precision), "cpu")
@@ -119,7 +172,7 @@ def reference(
     for step in range(STEPS):
         for part in range(accumulation):
             for replica in range(replicas):
-                loss = model(**samples(replica, step * accumulation + part)).loss
+                loss = model(**samples(replica, step * accumulation + part, kind=batches)).loss
                 (loss / replicas / accumulation).backward()
                 if replica == 0:
                     losses.append(float(loss.detach()))
@@ -131,13 +184,20 @@ def reference(
 
 
 def train(
-    one: Any, model: Any, optimizer: Any, replica: int, *, accumulation: int = 1, clip: float | None = None
+    one: Any,
+    model: Any,
+    optimizer: Any,
+    replica: int,
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    batches: str = "llama",
 ) -> list[float]:
     """Trains by the ordinary loop, and returns the losses."""
     losses = []
     for step in range(STEPS * accumulation):
         with one.accumulate(model):
-            loss = model(**samples(replica, step)).loss
+            loss = model(**samples(replica, step, kind=batches)).loss
             losses.append(float(loss.detach()))
             one.backward(loss)
             if one.sync_gradients and clip is not None:
@@ -168,7 +228,7 @@ def trained(
             one.load_state(str(load))
         for step in steps:
             with one.accumulate(model):
-                one.backward(model(**samples(replica, step)).loss)
+                one.backward(model(**samples(replica, step, kind=kind)).loss)
                 prepared.step()
                 prepared.zero_grad()
         if save is not None:
@@ -200,3 +260,27 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     known = {name: value for name, value in other.items() if name in one}
     assert known.keys() == one.keys()
     return max((one[name] - value).abs().max().item() for name, value in known.items())
+
+
+def assert_trains_as_one_process(
+    kind: str = "llama",
+    *,
+    tolerance: float = 1e-5,
+    accumulation: int = 1,
+    clip: float | None = None,
+    optimizer: str = "adamw",
+    **options: Any,
+) -> None:
+    """Asserts that losses and weights after training a model of ``kind`` are those of one process in fp64."""
+    with accelerator(gradient_accumulation_steps=accumulation, **options) as one:
+        tensor, pipeline = options.get("tp_degree", 1), options.get("pp_degree", 1)
+        replicas = one.num_processes // (tensor * pipeline)
+        replica = one.process_index // tensor % replicas
+        expected = make_model(kind).double()
+        losses = reference(expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip, batches=kind)
+        source = make_model(kind)
+        model, prepared = one.prepare(source, optimizer_of(source, optimizer))
+        found = train(one, model, prepared, replica, accumulation=accumulation, clip=clip, batches=kind)
+        if replica == 0:
+            assert found == pytest.approx(losses, abs=tolerance)
+        assert largest_difference(one.get_state_dict(model), expected.state_dict()) < tolerance

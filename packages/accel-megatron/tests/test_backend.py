@@ -10,57 +10,48 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def assert_trains_as_one_process(
-    rank, kind="llama", *, tolerance=1e-5, accumulation=1, clip=None, optimizer="adamw", **options
-):
-    from loops import accelerator, largest_difference, make_model, optimizer_of, reference, train
-
-    with accelerator(gradient_accumulation_steps=accumulation, **options) as one:
-        tensor, pipeline = options.get("tp_degree", 1), options.get("pp_degree", 1)
-        replicas = one.num_processes // (tensor * pipeline)
-        replica = one.process_index // tensor % replicas
-        expected = make_model(kind)
-        losses = reference(expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip)
-        source = make_model(kind)
-        model, prepared = one.prepare(source, optimizer_of(source, optimizer))
-        found = train(one, model, prepared, replica, accumulation=accumulation, clip=clip)
-        if replica == 0:
-            assert found == pytest.approx(losses, abs=tolerance)
-        assert largest_difference(one.get_state_dict(model), expected.state_dict()) < tolerance
-
-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied"])
 def test_one_rank_trains_as_one_process(rank, kind, optimizer):
-    assert_trains_as_one_process(rank, kind, num_micro_batches=2, optimizer=optimizer, clip=0.5, accumulation=2)
+    from loops import assert_trains_as_one_process
+
+    assert_trains_as_one_process(kind, num_micro_batches=2, optimizer=optimizer, clip=0.5, accumulation=2)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_two_tensor_parallel_ranks_train_as_one_process(rank, kind, sequence):
-    assert_trains_as_one_process(rank, kind, tp_degree=2, sequence_parallelism=sequence, clip=0.5, optimizer="sgd")
+    from loops import assert_trains_as_one_process
+
+    assert_trains_as_one_process(kind, tp_degree=2, sequence_parallelism=sequence, clip=0.5, optimizer="sgd")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied"])
 def test_two_stages_train_as_one_process(rank, kind):
-    assert_trains_as_one_process(rank, kind, pp_degree=2, num_micro_batches=2, clip=0.5, optimizer="sgd")
+    from loops import assert_trains_as_one_process
+
+    assert_trains_as_one_process(kind, pp_degree=2, num_micro_batches=2, clip=0.5, optimizer="sgd")
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("kind", "sequence"), [("gpt2", True), ("llama", True), ("llama tied", False)])
 def test_two_stages_of_two_tensor_parallel_ranks_train_as_one_process(rank, kind, sequence):
+    from loops import assert_trains_as_one_process
+
     options = {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 4, "sequence_parallelism": sequence}
-    assert_trains_as_one_process(rank, kind, accumulation=2, clip=0.5, optimizer="sgd", **options)
+    assert_trains_as_one_process(kind, accumulation=2, clip=0.5, optimizer="sgd", **options)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_replicas_train_as_one_process(rank, sharded):
+    from loops import assert_trains_as_one_process
+
     assert_trains_as_one_process(
-        rank, "llama", use_distributed_optimizer=sharded, optimizer="adamw" if sharded else "sgd", accumulation=2
+        "llama", use_distributed_optimizer=sharded, optimizer="adamw" if sharded else "sgd", accumulation=2
     )
 
 

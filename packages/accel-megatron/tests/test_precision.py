@@ -21,14 +21,14 @@ def assert_trains_as_autocast(rank, precision, kind="llama", *, clip=None, accum
         replica = one.process_index // options.get("tp_degree", 1) % replicas
         expected = make_model(kind)
         losses = reference(
-            expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip, precision=precision
+            expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip, precision=precision, batches=kind
         )
         source = make_model(kind)
         model, prepared = one.prepare(source, optimizer_of(source, optimizer))
         assert {p.dtype for p in model.parameters()} == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
         before = one.get_state_dict(model)
         assert largest_difference(before, make_model(kind).state_dict()) == 0  # master weights, not rounded ones
-        found = train(one, model, prepared, replica, accumulation=accumulation, clip=clip)
+        found = train(one, model, prepared, replica, accumulation=accumulation, clip=clip, batches=kind)
         if replica == 0:
             assert found == pytest.approx(losses, abs=TOLERANCE[precision])
         after, made = one.get_state_dict(model), expected.state_dict()
@@ -38,7 +38,10 @@ def assert_trains_as_autocast(rank, precision, kind="llama", *, clip=None, accum
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama tied"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt2", "llama tied", "bert", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("megatron bert",))],
+)
 def test_one_rank_trains_as_autocast_in_one_process(rank, kind, precision):
     assert_trains_as_autocast(rank, precision, kind, num_micro_batches=2, clip=0.5, accumulation=2)
 

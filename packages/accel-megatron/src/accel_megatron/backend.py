@@ -13,7 +13,7 @@ from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
-from accel_megatron.conversion.architecture import architecture_of
+from accel_megatron.conversion.kinds import architecture_of
 from accel_megatron.conversion.rules import stack_name
 from accel_megatron.layout import MegatronLayout
 from accel_megatron.library import close_groups, open_groups, require_library
@@ -31,7 +31,7 @@ from accel_state.process_group.single_process_group import SingleProcessGroup
 
 @final
 class MegatronBackend(ModuleBackend):
-    """Trains causal language models of Transformers (Llama, Mixtral, GPT-2) as megatron-core's ``GPTModel``.
+    """Trains language models of Transformers (Llama, Mixtral, GPT-2, BERT, T5) as megatron-core's models.
 
     ``prepare`` converts the model exactly, with the weights that rank 0 has, and returns an engine that is called as
     the model is. The user's torch optimizer stays, inside one of Megatron-LM's.
@@ -71,7 +71,8 @@ class MegatronBackend(ModuleBackend):
         if len(bundle.optimizers) > 1:
             raise PrepareError(f"{len(bundle.optimizers)} optimizers for one model; Megatron-LM steps one of them")
         for model in bundle.models:
-            architecture = architecture_of(getattr(innermost(model), "config", None))
+            names = named_parameters(innermost(model))
+            architecture = architecture_of(getattr(innermost(model), "config", None), names)
             options = self._options
             architecture.check_degrees(options.tp_degree, options.pp_degree, options.expert_model_parallel_size)
             _check_dtype(model, halves=self.policy.autocast)
@@ -94,7 +95,7 @@ class MegatronBackend(ModuleBackend):
 
     def _engine(self, source: nn.Module) -> MegatronEngine:
         options, config = self._options, cast(Any, source).config
-        architecture = architecture_of(config)
+        architecture = architecture_of(config, named_parameters(source))
         source.float()  # weights in 16 bits, with mixed precision
         dtype = self.policy.compute if self.policy.autocast and self.policy.compute else torch.float32
         state = {name: value.detach().to(self.device) for name, value in model_state(source).items()}
@@ -117,7 +118,7 @@ class MegatronBackend(ModuleBackend):
                 distributed_optimizer=options.use_distributed_optimizer,
             )
         training = source.training
-        source.to("meta")
+        _drop_weights(source)
         engine = MegatronEngine(
             chunk,
             source,
@@ -189,14 +190,30 @@ class MegatronBackend(ModuleBackend):
             self.loss_scale.forget(one.optimizer)
 
 
+def _drop_weights(model: nn.Module) -> None:
+    """Moves a model to the meta device; tensors that are one stay one, which ``Module.to`` does not do."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    tied = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owner = first.setdefault(id(parameter), (module, name))
+            if owner != (module, name):
+                tied.append((module, name, owner))
+    model.to("meta")
+    for module, name, (other, known) in tied:
+        setattr(module, name, getattr(other, known))
+
+
 def _check_names(model: nn.Module, known: set[str]) -> None:
     """Raises PrepareError for a model with other parameters than those that the conversion knows."""
     found = set(named_parameters(innermost(model)))
     if found != known:
         other = sorted(found ^ known)
         raise PrepareError(
-            f"{type(innermost(model)).__name__} has other parameters than the causal language model of its kind, first "
-            f"{other[0]}; nearest: LlamaForCausalLM, MixtralForCausalLM or GPT2LMHeadModel without adapters"
+            f"{type(innermost(model)).__name__} has other parameters than the language model of its kind, first "
+            f"{other[0]}; nearest: LlamaForCausalLM, MixtralForCausalLM, GPT2LMHeadModel, BertForMaskedLM, "
+            "BertForPreTraining, MegatronBertForMaskedLM, MegatronBertForPreTraining or T5ForConditionalGeneration "
+            "without adapters"
         )
 
 

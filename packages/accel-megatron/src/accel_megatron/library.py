@@ -29,7 +29,7 @@ def require_library() -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _MESSAGES)
-            for module in ("models.gpt.gpt_model", "optimizer"):
+            for module in ("models.gpt.gpt_model", "models.bert.bert_model", "models.T5.t5_model", "optimizer"):
                 import_module(f"megatron.core.{module}")
     except Exception as error:
         raise BackendError(f"megatron-core is installed and cannot be imported: {error}") from error

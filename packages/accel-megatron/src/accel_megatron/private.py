@@ -29,9 +29,24 @@ def without_writer_process() -> Iterator[None]:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     before = filesystem_async._results_queue
+    others = set(active_children())
     filesystem_async._results_queue = Queue()
     try:
         yield
     finally:
         filesystem_async._results_queue = before
-        active_children()  # collects the writers that have ended, which megatron-core does not do after a failure
+        for writer in set(active_children()) - others:  # megatron-core does not wait for them after a failure
+            writer.join(10)
+
+
+@contextmanager
+def norm_of_bert_heads(norm: Any) -> Iterator[None]:
+    """Context in which megatron-core builds the head of a BERT with ``norm``, which it takes from a global name."""
+    from megatron.core.models.bert import bert_lm_head
+
+    before = bert_lm_head.LNImpl
+    bert_lm_head.LNImpl = norm
+    try:
+        yield
+    finally:
+        bert_lm_head.LNImpl = before

@@ -7,7 +7,7 @@ from accel_megatron import from_megatron, to_megatron
 from accel_state.errors import PrepareError
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied", "bert", "bert words", "megatron bert"])
 @pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4)])
 def test_there_and_back_gives_the_same_bits(kind, degrees):
     from loops import make_model
@@ -35,6 +35,19 @@ def test_experts_there_and_back_give_the_same_bits(degrees):
     assert all(torch.equal(back[name], value) for name, value in state.items())
 
 
+@pytest.mark.parametrize("kind", ["t5", "t5 gated"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_encoder_and_decoder_there_and_back_give_the_same_bits(kind, size):
+    from loops import make_model
+
+    model = make_model(kind)
+    state = {name: value.detach() for name, value in model.named_parameters()}
+    there = {(rank, 0): to_megatron(model.config, state, place=(rank, 0), degrees=(size, 1)) for rank in range(size)}
+    back = from_megatron(model.config, there, (size, 1))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
 def test_degrees_that_do_not_divide_the_model_are_refused():
     from loops import make_model
 
@@ -51,12 +64,15 @@ def test_degrees_that_do_not_divide_the_model_are_refused():
         to_megatron(make_model("mixtral").config, {}, degrees=(2, 1))
     with pytest.raises(PrepareError, match="num_attention_heads=4 is not divisible by tp_degree=3; nearest: 2"):
         from_megatron(model.config, {}, (3, 1))
+    with pytest.raises(PrepareError, match=r"pp_degree=2: megatron-core .* cannot divide an encoder and a decoder"):
+        to_megatron(make_model("t5").config, {}, degrees=(1, 2))
 
 
 def test_other_models_are_refused():
-    from transformers import BertConfig
+    from transformers import BertConfig, OPTConfig
 
-    with pytest.raises(
-        PrepareError, match=r"'llama', 'mixtral', 'gpt2', and this one is 'bert'; nearest: strategy='fsdp'"
-    ):
-        to_megatron(BertConfig(), {})
+    known = "'llama', 'mixtral', 'gpt2', 'bert', 'megatron-bert', 't5'"
+    with pytest.raises(PrepareError, match=f"{known}, and this one is 'opt'; nearest: strategy='fsdp'"):
+        to_megatron(OPTConfig(), {})
+    with pytest.raises(PrepareError, match="is_decoder=True, which megatron-core does not compute"):
+        to_megatron(BertConfig(is_decoder=True), {})

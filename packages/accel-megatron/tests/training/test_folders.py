@@ -24,6 +24,9 @@ def prepared(one, kind="llama", *, fresh=False):
     ("before", "after", "kind"),
     [
         ({"tp_degree": 2}, {"pp_degree": 2}, "llama"),
+        ({"pp_degree": 2}, {"tp_degree": 2}, "bert"),
+        pytest.param({"tp_degree": 2}, {"pp_degree": 2}, "megatron bert", marks=pytest.mark.slow),
+        pytest.param({"tp_degree": 2}, {}, "t5", marks=pytest.mark.slow),
         pytest.param({"pp_degree": 2}, {"tp_degree": 2}, "gpt2", marks=pytest.mark.slow),
         pytest.param({"expert_model_parallel_size": 2}, {"pp_degree": 2}, "mixtral", marks=pytest.mark.slow),
     ],

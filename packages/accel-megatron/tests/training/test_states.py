@@ -14,11 +14,19 @@ LAYOUTS = [
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("before", "after"), LAYOUTS)
-def test_a_checkpoint_continues_with_other_degrees(rank, tmp_path, before, after):
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        *((*layout, "llama") for layout in LAYOUTS),
+        ({"pp_degree": 2}, {"tp_degree": 2}, "bert"),
+        pytest.param({"pp_degree": 2}, {"tp_degree": 2}, "llama tied", marks=pytest.mark.slow),
+        ({"use_distributed_optimizer": True}, {"tp_degree": 2}, "t5"),
+    ],
+)
+def test_a_checkpoint_continues_with_other_degrees(rank, tmp_path, before, after, kind):
     from loops import largest_difference, trained
 
-    expected = trained(before, range(4))
-    trained(before, range(2), save=tmp_path / "saved")
-    continued = trained(after, range(2, 4), load=tmp_path / "saved")
+    expected = trained(before, range(4), kind=kind)
+    trained(before, range(2), kind=kind, save=tmp_path / "saved")
+    continued = trained(after, range(2, 4), kind=kind, load=tmp_path / "saved")
     assert largest_difference(continued, expected) < 1e-4

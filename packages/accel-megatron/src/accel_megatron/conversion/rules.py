@@ -105,7 +105,8 @@ def attention(names: Sequence[str], heads: int, groups: int, *, conv: bool = Fal
     """Returns the rule of queries, keys and values, which megatron-core keeps in one matrix, group by group.
 
     Each of ``groups`` groups has the rows of its queries, then those of its key and its value. ``names`` are three
-    tensors, or one that holds all queries, then all keys, then all values, transposed if ``conv``.
+    tensors, or one that holds all queries, then all keys, then all values, transposed if ``conv``; or two, of keys and
+    values only, with ``heads`` 0.
     """
 
     def join(tensors: Tensors) -> torch.Tensor:
@@ -118,9 +119,9 @@ def attention(names: Sequence[str], heads: int, groups: int, *, conv: bool = Fal
     def split(full: torch.Tensor) -> list[torch.Tensor]:
         size = full.shape[0] // (heads + 2 * groups)
         grouped = full.reshape(groups, -1, *full.shape[1:])
-        parts = grouped.split([heads // groups * size, size, size], 1)
-        found = [part.flatten(0, 1).contiguous() for part in parts]
-        if len(names) == 3:
+        queries = [heads // groups * size] if heads else []
+        found = [part.flatten(0, 1).contiguous() for part in grouped.split([*queries, size, size], 1)]
+        if len(names) > 1:
             return found
         single = torch.cat(found)
         return [single.t().contiguous() if conv and single.dim() == 2 else single]

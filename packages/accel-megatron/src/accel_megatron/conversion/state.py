@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accel_megatron.conversion.architecture import architecture_of
+from accel_megatron.conversion.kinds import architecture_of
 from accel_megatron.conversion.rules import stacked, unstacked
 
 
@@ -20,7 +20,7 @@ def to_megatron(
     """Returns the state dict of megatron-core's model on one rank.
 
     Args:
-        config: configuration of the Transformers model (Llama, Mixtral or GPT-2).
+        config: configuration of the Transformers model (Llama, Mixtral, GPT-2, BERT or T5).
         state: its full state dict.
         place: tensor-parallel rank, pipeline stage, and with experts the expert-parallel rank (default 0).
         degrees: tensor-parallel size, number of stages, and the expert-parallel size (default 1).
@@ -28,7 +28,7 @@ def to_megatron(
     Raises:
         PrepareError: a model that megatron-core does not compute, or degrees that do not divide it.
     """
-    architecture = architecture_of(config)
+    architecture = architecture_of(config, state)
     architecture.check_degrees(*degrees)
     tensor_rank, stage, expert_rank = (*place, 0)[:3]
     tensor_size, pipeline, expert_size = (*degrees, 1)[:3]
@@ -49,7 +49,7 @@ def from_megatron(
     Raises:
         PrepareError: a model that megatron-core does not compute, or degrees that do not divide it.
     """
-    architecture = architecture_of(config)
+    architecture = architecture_of(config, {name for state in states.values() for name in state})
     architecture.check_degrees(*degrees)
     tensor_size, pipeline, expert_size = (*degrees, 1)[:3]
     full: dict[str, torch.Tensor] = {}

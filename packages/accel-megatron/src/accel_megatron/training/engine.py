@@ -6,19 +6,19 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.families.family import TokenBatch
+from accel_megatron.families.table import family_of
 from accel_megatron.training.stage import bare
+from accel_megatron.training.window import Scheduled, WindowGradients
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
-
-IGNORED = -100
 
 
 @final
 class MegatronEngine(nn.Module):
-    """A causal language model over tensor-parallel and pipeline ranks, called as the Transformers model is.
+    """A language model over tensor-parallel and pipeline ranks, called as the Transformers model is.
 
     In training, a call computes forwards and backwards of all micro-batches and returns the loss, on every rank. The
     backward of that loss adds the gradients, times its own gradient, to those of the accumulation window; without one,
@@ -56,6 +56,7 @@ class MegatronEngine(nn.Module):
         super().__init__()
         self.chunk = chunk
         self.architecture, self.num_micro_batches, self.per_token = architecture, num_micro_batches, per_token
+        self.family = family_of(architecture)
         # Outside of the registry of modules, so that its parameters are not the engine's.
         self.__dict__.update(source=source, config=getattr(source, "config", None))
         self.kept = dict(kept or {})
@@ -64,46 +65,42 @@ class MegatronEngine(nn.Module):
         self.in_16_bits = bool(self.chunk.config.params_dtype != torch.float32)
         self.gradients = WindowGradients(chunk)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> Any:
+    def forward(self, *args: Any, **arguments: Any) -> Any:
         """Returns the loss, and in evaluation the logits, as a Transformers model does.
 
         Collective: every rank of the group must call this. Ranks of one replica have to pass the same batch.
 
         Raises:
-            BackendError: training without labels, or a batch that does not divide into micro-batches.
+            BackendError: training without labels, a batch that does not divide into micro-batches, or with sequence
+                parallelism sequences that do not divide among tensor-parallel ranks.
         """
-        from transformers.modeling_outputs import CausalLMOutput
-
         training = self.training and torch.is_grad_enabled()
-        if training and labels is None:
+        batch = self.family.batch(self.architecture, *args, **arguments)
+        if training and not batch.terms:
             raise BackendError(
                 "a call of a Megatron-LM model in training needs labels, because the schedule computes the backward, "
                 "too; pass labels, or call model.eval()"
             )
-        count = self.num_micro_batches if self._divides(input_ids) else 1
+        self._check_lengths(batch)
+        count = self.num_micro_batches if self._divides(batch) else 1
         if training and count != self.num_micro_batches:
-            samples = input_ids.shape[0]
             whose = (
-                "an expert-parallel rank has a batch that" if self._fits(input_ids) else f"a batch of {samples} samples"
+                "an expert-parallel rank has a batch that"
+                if self._fits(batch)
+                else f"a batch of {batch.samples} samples"
             )
             raise BackendError(
                 f"{whose} does not divide into num_micro_batches={self.num_micro_batches}; make "
                 "the batch size a multiple, or use drop_last=True"
             )
-        batch = TokenBatch.of(input_ids, attention_mask, labels, position_ids)
         if not training:
-            loss, logits = self._evaluate(batch, count)
-            return CausalLMOutput(loss=loss, logits=logits)
+            logits = self._evaluate(batch, count)
+            return self.family.result(self.architecture, self.family.loss(logits, batch.terms), logits)
         self.gradients.open(1.0 if self._loss_scale is None else self._loss_scale.current)
         loss = self._train(batch, count)
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        return CausalLMOutput(loss=_Scheduled.apply(anchor, loss, self.gradients))  # type: ignore[no-untyped-call]
+        scheduled = Scheduled.apply(anchor, loss, self.gradients)  # type: ignore[no-untyped-call]
+        return self.family.result(self.architecture, scheduled, ())
 
     @property
     def device(self) -> torch.device:
@@ -126,71 +123,85 @@ class MegatronEngine(nn.Module):
         if self.load_masters is not None:
             self.load_masters(weights)
 
-    def _fits(self, ids: torch.Tensor) -> bool:
-        """Whether this rank's batch divides into micro-batches."""
-        return ids.shape[0] % self.num_micro_batches == 0
+    def _check_lengths(self, batch: TokenBatch) -> None:
+        config = self.chunk.config
+        size = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        for length in batch.lengths:
+            if length % size:
+                raise BackendError(
+                    f"sequences of {length} tokens are not divisible by tp_degree={size}, and sequence_parallelism "
+                    f"splits them; nearest: pad_to_multiple_of={size}, or sequence_parallelism=False"
+                )
 
-    def _divides(self, ids: torch.Tensor) -> bool:
+    def _fits(self, batch: TokenBatch) -> bool:
+        """Whether this rank's batch divides into micro-batches."""
+        return batch.samples % self.num_micro_batches == 0
+
+    def _divides(self, batch: TokenBatch) -> bool:
         """Whether the batches of all ranks of the expert-parallel group divide into micro-batches."""
         from megatron.core import parallel_state
 
         group = parallel_state.get_expert_model_parallel_group()
         if group.size() == 1:
-            return self._fits(ids)
-        fit = torch.tensor(int(self._fits(ids)), device=self.device)
+            return self._fits(batch)
+        fit = torch.tensor(int(self._fits(batch)), device=self.device)
         dist.all_reduce(fit, dist.ReduceOp.MIN, group=group)
         return bool(fit.item())
 
-    def _train(self, batch: "TokenBatch", count: int) -> torch.Tensor:
-        tokens = batch.num_tokens
+    def _train(self, batch: TokenBatch, count: int) -> torch.Tensor:
+        counts = [term.count for term in batch.terms]
 
-        def step(parts: "Iterator[TokenBatch]", model: nn.Module) -> tuple[torch.Tensor, Any]:
+        def step(parts: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Any]:
             part = next(parts)
-            output = model(part.ids, part.positions, part.mask, labels=part.targets.clamp(min=0))
+            output = self.family.call(model, part, labelled=True)
 
-            def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                summed = (losses * (part.targets != IGNORED)).sum()
+            def loss(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                sums = self.family.sums(output, part)
                 # The schedule divides by the number of micro-batches.
-                mean = summed * count / tokens if self.per_token else summed / part.num_tokens
+                means = (
+                    [one * count / number for one, number in zip(sums, counts, strict=True)]
+                    if self.per_token
+                    else [one / term.count for one, term in zip(sums, part.terms, strict=True)]
+                )
+                mean = torch.stack(means).sum()
                 return mean, mean.detach().clone()
 
             return output, loss
 
         return self._broadcast(self._run(step, batch, count, forward_only=False), ()) / count
 
-    def _evaluate(self, batch: "TokenBatch", count: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _evaluate(self, batch: TokenBatch, count: int) -> list[torch.Tensor]:
+        """Returns the full logits of each part of the loss."""
         from megatron.core import parallel_state
 
-        def step(parts: "Iterator[TokenBatch]", model: nn.Module) -> tuple[torch.Tensor, Any]:
-            part = next(parts)
-            output = model(part.ids, part.positions, part.mask)
-            return output, lambda logits, non_loss_data: logits
+        def step(parts: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Any]:
+            output = self.family.call(model, next(parts), labelled=False)
+            return output, lambda output, non_loss_data: self.family.shards(output)
 
-        shards = self._run(step, batch, count, forward_only=True)
-        width = self.architecture.model["vocab_size"]
-        logits = None
-        if shards:
-            shard, group = torch.cat(shards), parallel_state.get_tensor_model_parallel_group()
-            gathered = [torch.empty_like(shard) for _ in range(group.size())]
-            dist.all_gather(gathered, shard.contiguous(), group=group)
-            logits = torch.cat(gathered, -1)
-        full = self._broadcast([] if logits is None else [logits], (*batch.ids.shape, width))
-        loss = functional.cross_entropy(full.flatten(0, 1), batch.targets.flatten()) if batch.labelled else None
-        return loss, full
+        found = self._run(step, batch, count, forward_only=True)
+        logits = []
+        for number, shape in enumerate(self.family.shapes(self.architecture, batch)):
+            joined = [torch.cat([part[number] for part in found])] if found else []
+            if joined and number == 0:
+                group = parallel_state.get_tensor_model_parallel_group()
+                gathered = [torch.empty_like(joined[0]) for _ in range(group.size())]
+                dist.all_gather(gathered, joined[0].contiguous(), group=group)
+                joined = [torch.cat(gathered, -1)]
+            logits.append(self._broadcast(joined, shape))
+        return logits
 
-    def _run(self, step: Any, batch: "TokenBatch", count: int, *, forward_only: bool) -> list[torch.Tensor]:
+    def _run(self, step: Any, batch: TokenBatch, count: int, *, forward_only: bool) -> list[Any]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        samples, length = batch.ids.shape
         with torch.enable_grad() if not forward_only else torch.no_grad():
-            found: list[torch.Tensor] = get_forward_backward_func()(
+            found: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=batch.split(count),
                 model=self.chunk,
                 num_microbatches=count,
-                seq_length=length,
-                micro_batch_size=samples // count,
-                decoder_seq_length=length,
+                seq_length=batch.lengths[-1],
+                micro_batch_size=batch.samples // count,
+                decoder_seq_length=batch.lengths[-1],
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
@@ -206,134 +217,3 @@ class MegatronEngine(nn.Module):
         if group.size() > 1:
             dist.broadcast(total, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return total
-
-
-@final
-class TokenBatch:
-    """Tensors of a batch or micro-batch: ids, positions, mask of what is not attended to, next tokens as targets."""
-
-    def __init__(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, targets: torch.Tensor, labelled: bool
-    ) -> None:
-        self.ids, self.positions, self.mask, self.targets, self.labelled = ids, positions, mask, targets, labelled
-
-    @classmethod
-    def of(
-        cls,
-        ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        labels: torch.Tensor | None,
-        positions: torch.Tensor | None,
-    ) -> "TokenBatch":
-        """Returns the batch of a Transformers model's arguments; labels are shifted by one token."""
-        samples, length = ids.shape
-        if positions is None:
-            positions = torch.arange(length, device=ids.device)
-        mask = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1).expand(samples, 1, -1, -1)
-        if attention_mask is not None:
-            mask = mask | (attention_mask == 0)[:, None, None, :]
-        targets = torch.full_like(ids, IGNORED)
-        if labels is not None:
-            targets[:, :-1] = labels[:, 1:]
-        return cls(ids, positions.expand(samples, length), mask, targets, labels is not None)
-
-    @property
-    def num_tokens(self) -> torch.Tensor:
-        """Number of targets."""
-        return (self.targets != IGNORED).sum()
-
-    def split(self, count: int) -> "Iterator[TokenBatch]":
-        """Yields ``count`` micro-batches of equal size."""
-        tensors = (self.ids, self.positions, self.mask, self.targets)
-        for ids, positions, mask, targets in zip(*(one.chunk(count) for one in tensors), strict=True):
-            yield TokenBatch(ids, positions, mask, targets, self.labelled)
-
-
-@final
-class WindowGradients:
-    """Gradients of an accumulation window in Megatron-LM's buffers.
-
-    Those of a call become part of the window in the backward of its loss. ``reduce`` averages them over ranks, once a
-    window.
-
-    Attributes:
-        filled: whether the window has gradients.
-        reduced: whether they are averaged over ranks.
-        backwards: number of backwards so far.
-    """
-
-    def __init__(self, chunk: Any) -> None:
-        self._chunk = chunk
-        self._earlier: list[torch.Tensor] | None = None
-        self._open, self._scale = False, 1.0
-        self.filled, self.reduced, self.backwards = False, False, 0
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Megatron-LM's buffers of gradients."""
-        return [buffer.grad_data for buffer in self._chunk.buffers + self._chunk.expert_parallel_buffers]
-
-    def open(self, scale: float = 1.0) -> None:
-        """Sets the window's gradients aside, and clears the buffers for those of a call, times ``scale``."""
-        if self.reduced:
-            raise BackendError(
-                "a forward in training after clip_grad_norm_ or a step, without zero_grad: these gradients are averaged"
-                " over ranks already; call optimizer.zero_grad() after each step"
-            )
-        if self._open:  # the last call's gradients got no backward
-            self._restore()
-        self._earlier = [one.clone() for one in self.buffers] if self.filled else None
-        self._chunk.zero_grad_buffer()
-        self._open, self._scale = True, scale
-
-    def commit(self, factor: torch.Tensor) -> None:
-        """Adds ``factor`` times the gradients of the last call to the window.
-
-        Raises:
-            BackendError: a second backward of the same loss, or of a loss of an earlier call.
-        """
-        if not self._open:
-            raise BackendError("backward of a loss whose gradients are used or discarded already; call the model again")
-        for position, buffer in enumerate(self.buffers):
-            buffer.mul_((factor / self._scale).to(buffer.dtype))
-            if self._earlier is not None:
-                buffer.add_(self._earlier[position])
-        self._earlier, self._open, self.filled = None, False, True
-        self.backwards += 1
-
-    def reduce(self) -> None:
-        """Averages the window's gradients over ranks, if they are not averaged yet.
-
-        Collective: every rank of the group must call this.
-        """
-        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-
-        if self._open:
-            self._restore()
-        if not self.reduced and self.filled:
-            finalize_model_grads([self._chunk])
-            self.reduced = True
-
-    def clear(self) -> None:
-        """Drops all gradients."""
-        self._chunk.zero_grad_buffer()
-        self._earlier, self._open, self.filled, self.reduced = None, False, False, False
-
-    def _restore(self) -> None:
-        for position, buffer in enumerate(self.buffers):
-            buffer.zero_() if self._earlier is None else buffer.copy_(self._earlier[position])
-        self._earlier, self._open = None, False
-
-
-class _Scheduled(torch.autograd.Function):
-    """A loss whose backward has been computed, by the schedule."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, gradients: WindowGradients) -> torch.Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *factors: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.gradients.commit(factors[0])
-        return torch.zeros_like(factors[0]), None, None

@@ -1,6 +1,7 @@
 """Full tensors by the FQNs of the Transformers model, from the tensors of all ranks, and back."""
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def full_tensors(
             dist.all_gather(shards, own.contiguous(), group=tensor)
         full = rule.split(rule.unshard(shards))
         found.update({one: value.clone() for one, value in zip(rule.names, full, strict=True)})
-    if architecture.num_experts and place()[3] > 1:
+    if architecture.num_experts and place().expert_ranks > 1:
         experts = {name: value for name, value in found.items() if stack_name(name) != name}
         found |= _of_all_ranks(experts, parallel_state.get_expert_model_parallel_group(), device)
     return stacked(found if pipeline.size() == 1 else _of_all_ranks(found, pipeline, device))
@@ -94,7 +95,7 @@ def norm_over_ranks(
         sums[on_expert_ranks(parameter)] += gradient.detach().double().pow(2).sum()
     dense, experts = (torch.as_tensor(one, dtype=torch.float64, device=device) for one in sums)
     dist.all_reduce(dense, group=group)
-    if place()[3] > 1:
+    if place().expert_ranks > 1:
         dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
     return (dense + experts).sqrt()
 
@@ -136,11 +137,28 @@ def on_expert_ranks(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def place() -> tuple[int, int, int, int]:
-    """Returns this rank's pipeline stage and the number of stages, its expert-parallel rank and their number."""
+@final
+class ModelPlace(NamedTuple):
+    """ModelPlace of a rank among pipeline stages and expert-parallel ranks.
+
+    Attributes:
+        stage: number of its pipeline stage.
+        stages: number of stages.
+        expert_rank: its rank in the expert-parallel group.
+        expert_ranks: size of that group.
+    """
+
+    stage: int
+    stages: int
+    expert_rank: int
+    expert_ranks: int
+
+
+def place() -> ModelPlace:
+    """Returns this rank's place."""
     from megatron.core import parallel_state
 
-    return (
+    return ModelPlace(
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_rank(),

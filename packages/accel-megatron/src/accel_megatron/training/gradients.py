@@ -164,7 +164,7 @@ class MegatronGradients(ReplicatedGradients):
 
 def expert_ranks(parameter: torch.Tensor) -> int:
     """Number of ranks whose tokens are in a parameter's gradient before it is averaged: those of its experts."""
-    return place()[3] if on_expert_ranks(parameter) else 1
+    return place().expert_ranks if on_expert_ranks(parameter) else 1
 
 
 def _of_replica(parameter: Any) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""This rank's stage of a model: megatron-core's ``GPTModel``, built, wrapped and filled."""
+"""This rank's stage of a model of megatron-core, built, wrapped and filled."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -7,9 +7,9 @@ import torch
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.conversion.rules import stack_name
+from accel_megatron.families.table import family_of
 from accel_megatron.training.gathering import place
-from accel_megatron.training.norm import MarkedNorm
-from accel_megatron.training.router import plain_router
+from accel_megatron.training.padding import stop_padding
 from accel_state.environment import patch_environment
 from accel_state.errors import PrepareError
 
@@ -43,6 +43,12 @@ def transformer_config(
     values = dict(architecture.transformer)
     for name in ("attention_dropout", "hidden_dropout"):
         given = getattr(options, name)
+        if given is None and name not in values:
+            raise PrepareError(
+                f"{name}: this model has dropout in places where megatron-core has none, so say how much megatron-core "
+                "has, MegatronLMPlugin(hidden_dropout=..., attention_dropout=...); nearest: dropout_rate=0.0 in the "
+                "model's configuration"
+            )
         values[name] = values[name] if given is None else given
     if options.recompute_activations:
         values["recompute_granularity"] = options.recompute_granularity
@@ -93,27 +99,19 @@ def build_stage(
         PrepareError: of the parameters that megatron-core keeps in one tensor, only some are trained.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    layer = get_gpt_layer_local_spec(
-        num_experts=architecture.num_experts or None, moe_grouped_gemm=False, normalization=config.normalization
-    )
-    if architecture.num_experts:
-        layer.submodules.mlp.submodules.router = plain_router
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
-    stage, count, *_ = place()
-    layers = [layer] * (architecture.num_layers // count)
+    here = place()
     with patch_environment(**dict.fromkeys(_SETS, "1")):
-        model: Any = GPTModel(
-            config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=MarkedNorm),
-            pre_process=stage == 0,
-            post_process=stage == count - 1,
-            **architecture.model,
+        model: Any = family_of(architecture).build(
+            config,
+            architecture,
+            first=here.stage == 0,
+            last=here.stage == here.stages - 1,
+            num_layers=architecture.num_layers // here.stages,
         )
+    if architecture.padding is not None and here.stage == 0:
+        stop_padding(model.embedding.word_embeddings, architecture.padding)
     model.to(device)
     own = dict(model.named_parameters())
     assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())
@@ -138,7 +136,7 @@ def build_stage(
 
 
 def bare(chunk: Any) -> Any:
-    """Returns the ``GPTModel`` in Megatron-LM's wrappers."""
+    """Returns the model of megatron-core in Megatron-LM's wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

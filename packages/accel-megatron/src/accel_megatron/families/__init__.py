@@ -1,0 +1,1 @@
+"""Families of models: how megatron-core's model of each is built, called, and gives its loss."""

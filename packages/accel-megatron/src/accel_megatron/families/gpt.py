@@ -1,0 +1,71 @@
+"""Causal language models: megatron-core's ``GPTModel``."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.families.family import IGNORED, Family, Term, TokenBatch, layers_of
+from accel_megatron.families.norm import MarkedNorm
+from accel_megatron.families.router import plain_router
+
+
+@final
+class GPTFamily(Family):
+    """Llama, Mixtral and GPT-2."""
+
+    def build(self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int) -> Any:
+        """Returns a ``GPTModel`` of one stage."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        layer = get_gpt_layer_local_spec(
+            num_experts=architecture.num_experts or None, moe_grouped_gemm=False, normalization=config.normalization
+        )
+        if architecture.num_experts:
+            layer.submodules.mlp.submodules.router = plain_router
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=layers_of(layer, num_layers, MarkedNorm),
+            pre_process=first,
+            post_process=last,
+            **architecture.model,
+        )
+
+    def batch(
+        self,
+        architecture: Architecture,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> TokenBatch:
+        """Returns the batch; labels are shifted by one token."""
+        samples, length = input_ids.shape
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device)
+        mask = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1).expand(samples, 1, -1, -1)
+        if attention_mask is not None:
+            mask = mask | (attention_mask == 0)[:, None, None, :]
+        terms: tuple[Term, ...] = ()
+        if labels is not None:
+            targets = torch.full_like(input_ids, IGNORED)
+            targets[:, :-1] = labels[:, 1:]
+            terms = (Term(targets),)
+        positions = position_ids.expand(samples, length)
+        return TokenBatch({"ids": input_ids, "positions": positions, "mask": mask}, terms, (length,))
+
+    def call(self, model: Any, part: TokenBatch, *, labelled: bool) -> Any:
+        """Returns the losses of all tokens, or their logits."""
+        given = part.tensors
+        if not labelled:
+            return model(given["ids"], given["positions"], given["mask"])
+        return model(given["ids"], given["positions"], given["mask"], labels=part.terms[0].targets.clamp(min=0))
+
+    def result(self, architecture: Architecture, loss: torch.Tensor | None, logits: Sequence[torch.Tensor]) -> Any:
+        """Returns the loss, and the logits of all tokens."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(loss=loss, logits=next(iter(logits), None))

@@ -1,0 +1,97 @@
+"""Accumulation window of gradients in Megatron-LM's buffers."""
+
+from typing import Any, final
+
+import torch
+
+from accel_state.errors import BackendError
+
+
+@final
+class WindowGradients:
+    """Gradients of an accumulation window in Megatron-LM's buffers.
+
+    Those of a call become part of the window in the backward of its loss. ``reduce`` averages them over ranks, once a
+    window.
+
+    Attributes:
+        filled: whether the window has gradients.
+        reduced: whether they are averaged over ranks.
+        backwards: number of backwards so far.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        self._chunk = chunk
+        self._earlier: list[torch.Tensor] | None = None
+        self._open, self._scale = False, 1.0
+        self.filled, self.reduced, self.backwards = False, False, 0
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Megatron-LM's buffers of gradients."""
+        return [buffer.grad_data for buffer in self._chunk.buffers + self._chunk.expert_parallel_buffers]
+
+    def open(self, scale: float = 1.0) -> None:
+        """Sets the window's gradients aside, and clears the buffers for those of a call, times ``scale``."""
+        if self.reduced:
+            raise BackendError(
+                "a forward in training after clip_grad_norm_ or a step, without zero_grad: these gradients are averaged"
+                " over ranks already; call optimizer.zero_grad() after each step"
+            )
+        if self._open:  # the last call's gradients got no backward
+            self._restore()
+        self._earlier = [one.clone() for one in self.buffers] if self.filled else None
+        self._chunk.zero_grad_buffer()
+        self._open, self._scale = True, scale
+
+    def commit(self, factor: torch.Tensor) -> None:
+        """Adds ``factor`` times the gradients of the last call to the window.
+
+        Raises:
+            BackendError: a second backward of the same loss, or of a loss of an earlier call.
+        """
+        if not self._open:
+            raise BackendError("backward of a loss whose gradients are used or discarded already; call the model again")
+        for position, buffer in enumerate(self.buffers):
+            buffer.mul_((factor / self._scale).to(buffer.dtype))
+            if self._earlier is not None:
+                buffer.add_(self._earlier[position])
+        self._earlier, self._open, self.filled = None, False, True
+        self.backwards += 1
+
+    def reduce(self) -> None:
+        """Averages the window's gradients over ranks, if they are not averaged yet.
+
+        Collective: every rank of the group must call this.
+        """
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+        if self._open:
+            self._restore()
+        if not self.reduced and self.filled:
+            finalize_model_grads([self._chunk])
+            self.reduced = True
+
+    def clear(self) -> None:
+        """Drops all gradients."""
+        self._chunk.zero_grad_buffer()
+        self._earlier, self._open, self.filled, self.reduced = None, False, False, False
+
+    def _restore(self) -> None:
+        for position, buffer in enumerate(self.buffers):
+            buffer.zero_() if self._earlier is None else buffer.copy_(self._earlier[position])
+        self._earlier, self._open = None, False
+
+
+class Scheduled(torch.autograd.Function):
+    """A loss whose backward has been computed, by the schedule."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, gradients: WindowGradients) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *factors: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.gradients.commit(factors[0])
+        return torch.zeros_like(factors[0]), None, None
