@@ -197,3 +197,15 @@ def test_map_style_datasets_are_read_in_an_order_of_ours(workers):
     rest = [row for step in zip(*parts, strict=True) for batch in step for row in batch]
     assert sorted(whole) == TOTAL
     assert (delivered + rest)[: len(TOTAL)] == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_concatenated_streams_resume_in_workers(workers):
+    def loader():
+        parts = [stream().map(lambda row: {"x": row["x"] + 100}), stream(4)]
+        return prepared(datasets.concatenate_datasets(parts), 0, 2, num_workers=workers)
+
+    delivered, state = stopped(loader(), 5)
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert delivered + flat(listed(resumed)) == flat(listed(loader()))

@@ -194,6 +194,14 @@ def test_a_parameter_of_no_model_is_named():
         optimizer_state(torch.optim.SGD([*model.parameters(), loose], lr=1.0), [model])
 
 
+def test_a_state_of_no_parameter_is_named():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["counted"] = {"steps": 3}
+    with pytest.raises(PrepareError, match=r"SGD\.state has the key 'counted', which is none of its parameters"):
+        optimizer_state(optimizer, [model])
+
+
 def test_an_optimizer_of_two_models_tells_them_apart():
     models = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizer = torch.optim.SGD([*models[0].parameters(), *models[2].parameters()], lr=1.0)

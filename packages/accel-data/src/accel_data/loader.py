@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from accel_data.loader_state import SavedLoader
+from accel_data.map.skip import whole_batches
 from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
-from accel_data.order.cursor import Cursor, Window
+from accel_data.order.cursor import Cursor, Window, as_integer
 from accel_data.position import Phase, Position
 from accel_data.progress import LoaderProgress
 from accel_data.source import NothingLeft, Pass, Source
@@ -24,11 +25,17 @@ if TYPE_CHECKING:
     from accel_data.failure_relay import Alarm, Watch
 
 _END = object()
+_OWN = ("options", "gate")
+"""Public attributes that are set in the constructor."""
 
 
 @final
 class PreparedLoader:
     """Iterates over this rank's batches, like the DataLoader that it was made from.
+
+    An attribute of that DataLoader that is set here applies from the next pass on, or is a ``ValueError``: torch's
+    classes refuse a new ``batch_size``, ``sampler``, ``batch_sampler``, ``drop_last``, ``dataset`` or
+    ``persistent_workers``, and prepared loaders a new ``num_workers``, ``generator`` or ``in_order`` as well.
 
     Positions count samples *delivered* to the loop on all ranks together: a ``state_dict`` taken on any rank, between
     any two batches, resumes at the next sample on any number of ranks. Every pass reads the next epoch, whether the
@@ -40,6 +47,11 @@ class PreparedLoader:
         gate: stop hook: wraps the batches of every later pass, given this loader and the batches. It is called for each
             batch after the loop is done with the previous one, and may end the pass there. None: no hook.
     """
+
+    _progress: LoaderProgress
+    _start: Cursor | None
+    """Start of the next pass, if it is not that of the position."""
+    _last: Pass | None
 
     def __init__(
         self,
@@ -55,12 +67,10 @@ class PreparedLoader:
         self._placer = placer
         self._observer, self._alarm = observer, alarm
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
-        self._progress = LoaderProgress()
-        self._start: Cursor | None = None  # start of the next pass, if it is not that of the position
-        self._last: Pass | None = None
+        vars(self).update(_progress=LoaderProgress(), _start=None, _last=None)
 
     def __iter__(self) -> Iterator[Any]:
-        observer = self._observer
+        observer, own = self._observer, vars(self)
         run = self._begin()
         watch = None if self._alarm is None else self._alarm.watch(run.trail)
         complete = False
@@ -77,13 +87,13 @@ class PreparedLoader:
                     left -= 1
                     run.at_end = left == 0
                     run.delivered += 1
-                    self._last = run
+                    own["_last"] = run
                     yield batch
             else:
                 following = self._in_step if run.reads_in_step else self._ahead
                 for batch in following(run, batches):
                     run.delivered += 1
-                    self._last = run
+                    own["_last"] = run
                     yield batch
             complete = True
         except BaseException as error:
@@ -197,9 +207,10 @@ class PreparedLoader:
         Raises:
             DataStateError: ``epoch`` is not an integer >= 0.
         """
-        Cursor(epoch)
+        given = as_integer(epoch)
+        cursor = Cursor(epoch if given is None else given)
         before = self._counted()
-        after = before.with_epoch(epoch)
+        after = before.with_epoch(cursor.epoch)
         if after.phase in (Phase.INSIDE, Phase.LOADED):
             self._progress.position = after
         elif after != before:
@@ -371,6 +382,13 @@ class PreparedLoader:
         """The class of the user's DataLoader, so that ``isinstance`` is true for both classes."""
         return type(self._source.dataloader)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or name in _OWN or hasattr(PreparedLoader, name)
+        if own or not hasattr(self._source.dataloader, name):
+            object.__setattr__(self, name, value)
+        else:
+            self._source.assign(name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_source":
             raise AttributeError(name)
@@ -388,9 +406,7 @@ class PreparedLoader:
 
 def _after(source: Source, cursor: Cursor, batches: int) -> Cursor:
     """Returns the cursor ``batches`` of this rank's batches after ``cursor``."""
-    if batches < 0:
-        raise ValueError(f"cannot skip {batches} batches; the number must be at least 0")
-    return source.skip(cursor, batches)
+    return source.skip(cursor, whole_batches(batches))
 
 
 def _rebuilt(state: dict[str, Any]) -> PreparedLoader:

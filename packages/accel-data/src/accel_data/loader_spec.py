@@ -58,7 +58,11 @@ class LoaderSpec:
             ConfigError: the options exclude each other for this dataset.
         """
         dataset: Any = dataloader.dataset
-        stream = inspect_stream(dataset) if isinstance(dataset, IterableDataset) else None
+        stream = (
+            inspect_stream(dataset, in_worker=dataloader.num_workers > 0)
+            if isinstance(dataset, IterableDataset)
+            else None
+        )
         dispatched = shard.count > 1 and _dispatches(stream, options, on_device=on_device)
         strategy = None
         if stream is not None:

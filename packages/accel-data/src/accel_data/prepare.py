@@ -151,11 +151,15 @@ def skip_first_batches(dataloader: "DataLoader[Any] | PreparedLoader", num_batch
     of the pass. The two can therefore be iterated in turn, whether the position was restored or not. A plain DataLoader
     becomes a plain DataLoader that iterates over the skipped indices (or, for an iterable dataset, reads and drops the
     skipped batches).
+
+    Raises:
+        ValueError: ``num_batches`` is not an integer >= 0.
     """
     if type(dataloader) is PreparedLoader:
         return cast("DataLoader[Any]", dataloader.skipped(num_batches))
-    from accel_data.map.skip import SkippedStream, swapped
+    from accel_data.map.skip import SkippedStream, swapped, whole_batches
 
+    num_batches = whole_batches(num_batches)
     assert not isinstance(dataloader, PreparedLoader)
     if dataloader.batch_sampler is None or isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
         return cast("DataLoader[Any]", SkippedStream(dataloader, num_batches))

@@ -27,6 +27,20 @@ Json = Any
 """JSON values: dicts with string keys, lists, strings, numbers, booleans, None."""
 
 
+_FIXED = (
+    "batch_size",
+    "batch_sampler",
+    "sampler",
+    "drop_last",
+    "dataset",
+    "persistent_workers",
+    "num_workers",
+    "generator",
+    "in_order",
+)
+"""Attributes of a DataLoader that a prepared one does not allow to set; the first six are torch's rule."""
+
+
 class Pass(ABC):
     """One pass from a cursor to the end of its epoch.
 
@@ -134,6 +148,20 @@ class Source(ABC):
     def begin(self, cursor: Cursor) -> Pass:
         """Returns a pass over the rest of ``cursor.epoch``; also calls ``set_epoch`` of samplers and datasets."""
 
+    def assign(self, name: str, value: object) -> None:
+        """Sets an attribute of the DataLoader, which applies from the next pass on.
+
+        Raises:
+            ValueError: the attribute is one that torch's DataLoader does not allow to set, or that decides how the
+                ranks share the data.
+        """
+        if name in _FIXED:
+            raise ValueError(
+                f"{name} cannot be set on a prepared loader, which was made for the {name} of its DataLoader: make "
+                f"another DataLoader with {name}={_short(value)}, and prepare that"
+            )
+        setattr(self.dataloader, name, value)
+
     @abstractmethod
     def length(self, cursor: Cursor) -> int | None:
         """Returns the number of this rank's batches from ``cursor`` on; None if it cannot be known."""
@@ -190,3 +218,7 @@ class Source(ABC):
         ``private`` is the ``Step.private`` that was saved with it, or None. Raises ``DataStateError``, identically on
         every rank, if the position belongs to other data; the source is unchanged then.
         """
+
+
+def _short(value: object) -> str:
+    return repr(value) if isinstance(value, int | None) else "..."

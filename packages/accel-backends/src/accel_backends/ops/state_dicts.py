@@ -103,10 +103,18 @@ def optimizer_state(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[s
     If the optimizer updates parameters of several models, each FQN has its model's position as prefix (``0.``).
 
     Raises:
-        PrepareError: the optimizer updates a parameter that belongs to none of the models.
+        PrepareError: the optimizer updates a parameter that belongs to none of the models, or has a state that belongs
+            to no parameter.
     """
     names = optimizer_names(optimizer, models)
     packed = optimizer.state_dict()
+    shared = [key for key in packed[STATE] if not isinstance(key, int) or key >= len(names)]
+    if shared:
+        raise PrepareError(
+            f"{type(optimizer).__name__}.state has the key {few([repr(key) for key in shared])}, which is none of its "
+            "parameters, so no other sharding of them can load it. Keep what all parameters share in param_groups, or "
+            "in an attribute of an object for register_for_checkpointing"
+        )
     return {
         STATE: {names[index]: dict(values) for index, values in packed[STATE].items()},
         GROUPS: [{**group, PARAMS: [names[index] for index in group[PARAMS]]} for group in packed[GROUPS]],

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, final
 
@@ -15,11 +14,12 @@ from accel_ckpt.format.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, l
 from accel_ckpt.format.shard_layout import Box
 from accel_ckpt.format.tree import Json, Tree, decode, leaves
 from accel_ckpt.format.tree import Path as TreePath
-from accel_ckpt.io.storage import Location, Storage, is_folder, locate, storage_of
+from accel_ckpt.io.storage import Location, locate, storage_of
 from accel_ckpt.io.thread_pool import run_jobs
 from accel_ckpt.loading.cooperative_read import RankReads
 from accel_ckpt.loading.fetching import Fetched, Place, PlannedFetch, Requests, fill
 from accel_ckpt.loading.foreign import advice
+from accel_ckpt.loading.nearby import below, beside
 from accel_ckpt.loading.opened_files import OpenedFiles
 from accel_ckpt.loading.tensor_reader import Request, TensorReader
 from accel_ckpt.loading.tree_diff import Difference, compare
@@ -410,19 +410,14 @@ def read_manifest(folder: Location) -> Manifest:
     try:
         names = storage.listing(folder)
     except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint at {folder}{_near(storage, folder)}") from None
+        raise CheckpointError(f"there is no checkpoint at {folder}{beside(storage, folder)}") from None
     if MANIFEST not in names:
         raise CheckpointError(
-            f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format{advice(names)}"
+            f"{folder} has no {MANIFEST}, so it is not a complete checkpoint of this format"
+            f"{advice(names) or below(storage, folder)}"
         )
     with closing(storage.open(folder / MANIFEST)) as source:
         return unpack(read_full(source, MANIFEST, MAX_MANIFEST))
-
-
-def _near(storage: Storage, folder: Location) -> str:
-    beside = storage.listing(folder.parent) if is_folder(storage, folder.parent) else ()
-    near = get_close_matches(folder.name, [name for name in beside if not name.startswith(".")], n=3)
-    return f"; near it: {', '.join(near)}" if near else ""
 
 
 def _no_tensor(key: str, path: TreePath) -> Tree:

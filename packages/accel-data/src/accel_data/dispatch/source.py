@@ -97,6 +97,10 @@ class DispatchSource(Source):
             )
         return peers
 
+    def assign(self, name: str, value: object) -> None:
+        self._base.assign(name, value)
+        self.dataloader = self._base.dataloader
+
     def length(self, cursor: Cursor) -> int | None:
         batches = self._base.length(cursor)
         if batches is None or self._dealer.split:

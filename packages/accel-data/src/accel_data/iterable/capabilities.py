@@ -139,8 +139,11 @@ def resolve(
     return ReadStrategy("stride", reason, ranks, workers, divided, seekable)
 
 
-def inspect_stream(dataset: object) -> StreamCapabilities:
-    """The capabilities of a dataset: torch's, Hugging Face ``datasets``' and any with the same methods."""
+def inspect_stream(dataset: object, *, in_worker: bool = False) -> StreamCapabilities:
+    """The capabilities of a dataset: torch's, Hugging Face ``datasets``' and any with the same methods.
+
+    ``in_worker``: workers of a DataLoader read it.
+    """
     presharded = None  # split_dataset_by_node leaves a record on what it returns
     if getattr(dataset, "_distributed", None) is not None:
         presharded = "it was split by node"
@@ -148,17 +151,19 @@ def inspect_stream(dataset: object) -> StreamCapabilities:
         presharded = "it has already_sharded = True"
     counts = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
     shards = next((n for n in counts if isinstance(n, int) and not isinstance(n, bool)), None)
-    return StreamCapabilities(_has_shard(dataset), shards, presharded, is_seekable(dataset))
+    return StreamCapabilities(_has_shard(dataset), shards, presharded, is_seekable(dataset, in_worker=in_worker))
 
 
-def is_seekable(stream: object) -> bool:
+def is_seekable(stream: object, *, in_worker: bool = False) -> bool:
     """Whether a dataset or iterator saves and loads its position without losing anything.
 
-    Hugging Face ``datasets`` forget what is in a shuffle buffer when a state is loaded (their documentation says so):
-    a dataset with such a buffer is read again up to the position instead.
+    Hugging Face ``datasets`` forget what is in a shuffle buffer when a state is loaded (their documentation says so),
+    and in a worker they load the state of the worker's shards into the undivided pipeline first, which fails if it
+    concatenates datasets: it then has other parts. Such datasets are read again up to the position instead.
     """
     has_state = callable(getattr(stream, "state_dict", None)) and callable(getattr(stream, "load_state_dict", None))
-    return has_state and not _has_shuffle_buffer(getattr(stream, "_ex_iterable", None))
+    unseekable = ("BufferShuffled", "VerticallyConcatenated") if in_worker else ("BufferShuffled",)
+    return has_state and not _has_stage(getattr(stream, "_ex_iterable", None), unseekable)
 
 
 def choose_epoch(dataset: object, epoch: int) -> None:
@@ -170,14 +175,14 @@ def choose_epoch(dataset: object, epoch: int) -> None:
         generator.manual_seed(epoch)
 
 
-def _has_shuffle_buffer(stage: object) -> bool:
-    """Whether any stage of a ``datasets`` pipeline is a buffer."""
+def _has_stage(stage: object, kinds: tuple[str, ...]) -> bool:
+    """Whether the class of any stage of a ``datasets`` pipeline begins with one of ``kinds``."""
     if stage is None:
         return False
-    if type(stage).__name__.startswith("BufferShuffled"):
+    if type(stage).__name__.startswith(kinds):
         return True
-    sources = getattr(stage, "ex_iterables", None)
-    return any(map(_has_shuffle_buffer, [getattr(stage, "ex_iterable", None), *(sources or ())]))
+    sources = getattr(stage, "ex_iterables", None) or ()
+    return any(_has_stage(source, kinds) for source in (getattr(stage, "ex_iterable", None), *sources))
 
 
 def _has_shard(dataset: Any) -> bool:

@@ -1,5 +1,6 @@
 """Resharding of an iterable dataset: the rest of an epoch that another number of readers began, as one stream."""
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from accel_data.iterable.capabilities import choose_epoch
 from accel_data.iterable.worker import WorkerView
+from accel_data.order.iterators import continuing
 from accel_data.private import worker_info
 from accel_data.source import Json
 from accel_state.errors import DataStateError
@@ -88,7 +90,7 @@ class MergedRemainder(IterableDataset[Any]):
         absent, hidden = WorkerView(info, dataset), not before.seated and before.workers == 1
         with absent.installed(hidden=hidden):
             choose_epoch(dataset, self.epoch)
-            elements = iter(dataset)
+            elements = continuing(iter(copy.copy(dataset) if isinstance(dataset, Iterator) else dataset))
             deque(islice(elements, before.of_shard(shard)[worker]), maxlen=0)
         while True:
             with absent.installed(hidden=hidden):

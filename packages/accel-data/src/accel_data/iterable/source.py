@@ -16,6 +16,7 @@ from accel_data.iterable.worker import Delivered, Start
 from accel_data.loader_group import connect
 from accel_data.loader_spec import LoaderSpec
 from accel_data.order.cursor import Cursor
+from accel_data.private import copied
 from accel_data.source import Json, Pass, Source
 from accel_state.errors import ConfigError, DataStateError
 
@@ -121,6 +122,12 @@ class StreamSource(Source):
             return self._position
         fresh = StreamPosition(cursor, self._strategy.mode, self._readers, bool(self._strategy.divided))
         return self._known.get(cursor, fresh)
+
+    def assign(self, name: str, value: object) -> None:
+        super().assign(name, value)
+        self._loader = copied(self._loader)
+        setattr(self._loader, name, value)
+        self._install(self._current, self._position)
 
     def length(self, cursor: Cursor) -> int | None:
         total = _size(self._pool.dataloader.dataset)

@@ -14,6 +14,7 @@ from accel_data.iterable.capabilities import choose_epoch, is_seekable
 from accel_data.iterable.stride import Stride, parts
 from accel_data.map.global_rng import SeededGlobals, seed_globals
 from accel_data.order.counter_rng import derive_key
+from accel_data.order.iterators import continuing
 from accel_data.private import show_worker_info
 from accel_state.errors import DataError, DataStateError
 
@@ -76,16 +77,17 @@ class Start:
 def open_stream(dataset: Any, snapshot: Snapshot | None) -> tuple[Iterator[Any], Any]:
     """An iterator of ``dataset`` behind ``snapshot``, and the object whose ``state_dict`` follows it.
 
-    That object is the dataset or its iterator, or None where neither seeks: then the iterator is at the front.
+    The iterator continues when ``iter`` is called on it. That object is the dataset or its iterator, or None where
+    neither seeks: then the iterator is at the front.
     """
-    in_dataset = is_seekable(dataset)
+    in_dataset = is_seekable(dataset, in_worker=get_worker_info() is not None)
     if snapshot is not None and in_dataset:
         dataset.load_state_dict(snapshot.state)
     iterator: Any = iter(dataset)
     stateful = dataset if in_dataset else iterator if is_seekable(iterator) else None
     if snapshot is not None and stateful is not None and not in_dataset:
         stateful.load_state_dict(snapshot.state)
-    return iterator, stateful
+    return continuing(iterator), stateful
 
 
 @final

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
+from accel_data.order.iterators import continuing
+
 ItemT = TypeVar("ItemT")
 _DRAW_NOTHING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 """Iterators over items that exist already, which draw no random numbers."""
@@ -73,7 +75,7 @@ def drawn(sampler: Iterable[ItemT], rng: AbstractContextManager[None], *, limit:
     longer than drawing an item. An error of the sampler is raised after the items before it.
     """
     with rng:
-        items = iter(sampler)
+        items = continuing(iter(sampler))
     if type(items) in _DRAW_NOTHING:
         yield from items
         return

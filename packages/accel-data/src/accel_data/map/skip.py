@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
+from accel_data.order.cursor import as_integer
 from accel_data.private import LoaderT, copied, drop_iterator
 
 if TYPE_CHECKING:
@@ -39,6 +40,18 @@ def let_go(dataloader: "DataLoader[Any]") -> None:
     """Drops the iterator that torchdata's loader keeps after a pass, with its workers, unless they are persistent."""
     if not dataloader.persistent_workers:
         drop_iterator(dataloader)
+
+
+def whole_batches(number: object) -> int:
+    """Returns a number of batches to skip as an int.
+
+    Raises:
+        ValueError: ``number`` is not an integer >= 0.
+    """
+    batches = as_integer(number)
+    if batches is None or batches < 0:
+        raise ValueError(f"cannot skip {number!r} batches; the number must be a whole number of at least 0")
+    return batches
 
 
 @final

@@ -40,10 +40,11 @@ from accel_data.map.skip import swapped
 from accel_data.map.surroundings import Basis, Surroundings, fingerprint_of
 from accel_data.order.counter_rng import derive_key
 from accel_data.order.cursor import Cursor
+from accel_data.order.iterators import continuing, is_consumed_once
 from accel_data.order.orders import Epoch, Order
 from accel_data.private import copied
 from accel_data.source import Json, Source
-from accel_state.errors import DataStateError
+from accel_state.errors import DataError, DataStateError
 
 SEED_KEY = "seed"
 SAMPLER_KEY = "sampler"
@@ -72,6 +73,7 @@ class MapSource(Source):
         self._sampler_start: Json = None
         self._sampler_pending: Json = None
         self._sampler_epoch: int | None = None
+        self._walked = False
         self._passed: tuple[Cursor, int] | None = None
         self._begun: tuple[int, Order] | None = None
         self.even_batches = options.even_batches
@@ -149,6 +151,7 @@ class MapSource(Source):
             return OrderStream(
                 epoch, self._computed(order), start=cursor, shard=shard, num_nodes=self._options.num_nodes
             )
+        self._walk()
         size, rng = sized(loader.dataset), self._rng(cursor.epoch)
         if parts.own_batch_sampler:
             cut = self._cut()
@@ -157,6 +160,22 @@ class MapSource(Source):
             )
         sharding = self._sharding(UNKNOWN_TOTAL)
         return ItemStream(parts.sampler, sharding, start=cursor, shard=shard, size=size, rng=rng, trail=trail)
+
+    def _walk(self) -> None:
+        """Records that the user's sampler is iterated over; a generator can be only once.
+
+        Raises:
+            DataError: the sampler is a generator or another iterator, and a pass has drawn from it already.
+        """
+        walked = self._parts.batch_sampler if self._parts.own_batch_sampler else self._parts.sampler
+        if self._walked and is_consumed_once(walked):
+            kind = "batch sampler" if self._parts.own_batch_sampler else "sampler"
+            raise DataError(
+                f"the {kind} is a {type(walked).__name__}, which gives its indices once, and a pass of this loader (or "
+                "skip_first_batches) has drawn from it: what it drew ahead is lost. Give a list, or a class whose "
+                "__iter__ begins again"
+            )
+        self._walked = True
 
     def _epoch_of(self, order: Order, epoch: int) -> Epoch:
         """Returns the indices of an epoch; caches the last ones, because a pass is often left and started again."""
@@ -262,10 +281,11 @@ class MapSource(Source):
             total = sized(self._parts.sampler)
             sharding = self._sharding(UNKNOWN_TOTAL if total is None else total)
             return Cursor(cursor.epoch, sharding.seek(cursor.samples, batches))
+        self._walk()
         self._enter_epoch(cursor.epoch)
         pending = self._sampler_start
         with self._rng(cursor.epoch):
-            stream = iter(self._parts.batch_sampler)
+            stream = continuing(iter(self._parts.batch_sampler))
             _, rest, passed = skip_batches(stream, cursor.samples)
             wanted = batches * self._cut().round_size
             samples = len(rest or ()) + samples_in(stream, wanted - (rest is not None))

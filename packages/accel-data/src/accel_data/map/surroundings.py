@@ -7,6 +7,7 @@ import torch
 
 from accel_data.map.dataloader_parts import DataLoaderParts
 from accel_data.order.counter_rng import derive_key
+from accel_data.order.cursor import as_integer
 from accel_state.errors import DataError
 
 _BASIS = ("weights", "indices", "num_samples", "replacement", "shuffle", "order")
@@ -101,8 +102,7 @@ class Surroundings:
         return None
 
     def _epoch_of(self, number: int) -> int | None:
-        epoch = getattr(self._listeners[number], "epoch", None)
-        return epoch if isinstance(epoch, int) else None
+        return as_integer(getattr(self._listeners[number], "epoch", None))
 
     def states(self) -> list[Any]:
         """Returns the states of the stateful samplers, outermost first."""

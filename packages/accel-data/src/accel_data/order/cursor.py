@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, final
 
 from accel_state.errors import DataStateError
@@ -11,6 +12,16 @@ if TYPE_CHECKING:
 
 EPOCH_KEY = "epoch"
 SAMPLES_KEY = "samples"
+
+
+def as_integer(value: object) -> int | None:
+    """Returns ``value`` as an int; None if it is not an integer. numpy's integers are, booleans are not."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 @final
