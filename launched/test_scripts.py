@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import LAUNCHERS, launch_by
+from accel_testing.programs.runs import launch_by
+from accel_testing.ranks.launchers import LAUNCHERS
 from docs.tests.commands import ON_WHEELS, run_commands
 from docs.tests.pages import ON_CPU, ROOT, WITH_PYTHON, script_of
 

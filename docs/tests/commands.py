@@ -1,11 +1,12 @@
 """Commands of the pages: the files that a page shows are written, and its command lines are run in their order."""
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 from docs.tests.pages import ON_CPU, PAGES, Block, blocks_of
 
 PROGRAMS = ("accel", "python", "pytest")
@@ -34,11 +35,19 @@ def run_commands(page: str, folder: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
         else:
-            said += run_command(["bash", "-euc", block.text], cwd=folder, env=environment(), timeout=240).check().output
+            said += run_command(_words(block.text), cwd=folder, env=environment(), timeout=240).check().output
     rest = said
     for line in SAID.get(page, ()):
         _, found, rest = rest.partition(line)
         assert found, f"{line!r} is not in its place of\n{said}"
+
+
+def _words(text: str) -> list[str]:
+    """A command line as a command; by a shell where it needs one."""
+    if set(text.strip()) & set("\n\\|&;<>()$`*?#~="):
+        return ["bash", "-euc", text]
+    name, *arguments = shlex.split(text)
+    return [sys.executable if name == "python" else str(Path(sys.executable).parent / name), *arguments]
 
 
 # What a page says that its commands print, in this order.

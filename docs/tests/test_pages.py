@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 from ci.site_pages import paths
 from docs.tests.commands import HERE, ON_WHEELS, RUN_BY_OTHERS, WITH_COMMANDS, commands_of, environment, run_commands
 from docs.tests.pages import FENCE, ON_CPU, PAGES, README, ROOT, WITH_PYTHON, script_of, shown

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 RUN = Path(__file__).parents[1] / "demo" / "run.py"
 STEPS = 80  # with 20 between two checkpoints, a kill hardly falls just behind one

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel_testing import assert_close_state, assert_equal_state
-from accel_testing.ranks.launched_scripts import launch
+from accel_testing.programs.runs import launch
 
 EXAMPLES = Path(__file__).parents[1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import Finished, run_command
+from accel_testing.programs.runs import Finished, run_command
 
 BROKEN = Path(__file__).with_name("broken_ranks.py")
 

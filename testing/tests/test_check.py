@@ -8,7 +8,7 @@ import pytest
 
 from accel_testing.equivalence.equivalence import run_check
 from accel_testing.errors import RankError
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 from accel_testing.ranks.pool import RankPool
 
 SCRIPT = """

@@ -21,7 +21,7 @@ from accel_testing.faults.faults import (
     small_file_system,
     truncate_file,
 )
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 from accel_testing.ranks.pool import RankPool
 
 

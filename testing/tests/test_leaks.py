@@ -16,7 +16,7 @@ import pytest
 
 from accel_testing.faults import children as offspring
 from accel_testing.faults.leaks import CHECKS, differences, parse_checks, settled_differences, snapshot
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 REMOVED = """
 import os

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 SCRIPT = Path(__file__).parent / "other_loops.py"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 SCRIPT = Path(__file__).parent / "other_loops.py"
 

@@ -24,16 +24,14 @@ def deepspeed() -> Any:
 def test_this_deepspeed_has_every_name(deepspeed):
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage12
     from deepspeed.utils import groups
 
     wanted = [
         (deepspeed.DeepSpeedEngine, ["_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"]),
         (partition_parameters.InsertPostInitMethodToModuleSubClasses, ["_set_dtype"]),
-        (groups, ["_init_tp_mesh_device", "_release_process_group_references", "_TENSOR_MODEL_PARALLEL_GROUP"]),
+        (groups, ["_init_tp_mesh_device", "_release_process_group_references"]),
         (PartitionedParameterCoordinator, [private._GATHER, private._RELEASED]),
-        (Stage3, ["_get_norm_groups"]),
         (Stage12, ["_link_all_hp_params", "_get_compact_grad_partition_slice"]),
     ]
     assert [name for owner, names in wanted for name in names if not hasattr(owner, name)] == []
@@ -55,11 +53,15 @@ def test_engines_that_do_not_say_whether_a_backward_runs_are_refused():
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_groups_of_another_size_are_refused_only_if_there_are_groups(deepspeed, monkeypatch, there):
-    """Without groups and without assertions (``python -O``), DeepSpeed returns the size of the world."""
+@pytest.mark.parametrize("asserts", [True, False])
+def test_groups_of_another_size_are_refused_only_if_there_are_groups(deepspeed, monkeypatch, there, asserts):
+    """Without groups DeepSpeed fails an assertion, or under ``python -O`` returns None, and the size of the world."""
     from deepspeed.utils import groups
 
-    monkeypatch.setattr(groups, "_TENSOR_MODEL_PARALLEL_GROUP", object() if there else None)
+    if there:
+        monkeypatch.setattr(groups, "get_tensor_model_parallel_group", object)
+    elif not asserts:
+        monkeypatch.setattr(groups, "get_tensor_model_parallel_group", lambda: None)
     monkeypatch.setattr(groups, "get_tensor_model_parallel_world_size", lambda: 2)
     layers = Layers(SimpleNamespace(world_size=2), 1)
     if there:
@@ -149,19 +151,6 @@ def test_all_gathers_of_another_deepspeed_are_left_alone():
     assert private.replace_gathers(coordinator, lambda: None) is None
     private.restore_gathers(coordinator)
     assert vars(coordinator) == {}
-
-
-@pytest.mark.parametrize("offload", [True, False])
-def test_norms_of_another_deepspeed_are_measured_group_by_group(offload):
-    optimizer = SimpleNamespace(
-        offload_optimizer=offload,
-        fp16_groups=["a", "b"],
-        averaged_gradients={0: 10, 1: 20},
-        complete_grad_norm_calculation_for_cpu_offload=lambda group: f"{group} on the host",
-        get_grad_norm_direct=lambda gradients, group: f"{group} of {gradients}",
-    )
-    expected = ["a on the host", "b on the host"] if offload else ["a of 10", "b of 20"]
-    assert private.measured_norms(optimizer) == (expected, None)
 
 
 def test_a_window_is_not_resumed_by_another_deepspeed():

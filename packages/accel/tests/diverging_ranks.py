@@ -22,7 +22,7 @@ import torch._dynamo
 from torch import nn
 
 from accel import Accelerator
-from accel_testing.ranks.launched_scripts import free_port
+from accel_testing.ranks.launchers import free_port
 
 RANKS, LIMIT, CULPRIT, TOGETHER = 3, 45.0, 1, 3
 

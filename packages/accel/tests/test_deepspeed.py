@@ -12,7 +12,7 @@ from accel_testing.equivalence.compare import assert_close_state
 from accel_testing.equivalence.equivalence import assert_equivalent
 from accel_testing.equivalence.program import Program, momentum_sgd
 from accel_testing.equivalence.programs import adamw_program, sgd_program, train_part
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 

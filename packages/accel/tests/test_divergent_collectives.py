@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import run_script
+from accel_testing.programs.runs import run_script
 
 DIVERGENT = """
 import sys

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import LAUNCHERS, launch_by
+from accel_testing.programs.runs import launch_by
+from accel_testing.ranks.launchers import LAUNCHERS
 
 TRAIN = """
 import sys

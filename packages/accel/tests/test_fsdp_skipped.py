@@ -12,7 +12,7 @@ from torch import nn
 from accel import Accelerator
 from accel_state.errors import CollectiveMismatchError
 from accel_testing import RankPool
-from accel_testing.ranks.launched_scripts import run_script
+from accel_testing.programs.runs import run_script
 
 
 class Choosing(nn.Module):

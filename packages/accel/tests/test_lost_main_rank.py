@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import run_script
+from accel_testing.programs.runs import run_script
 
 TRAIN = """
 import os, signal, subprocess, sys, time

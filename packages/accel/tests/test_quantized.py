@@ -54,8 +54,8 @@ class Trained:
 
 
 def train(kind: str, rank: int) -> Trained:
+    model = quantized(kind)  # may skip, which no rank may do while another one opens its group
     accelerator = Accelerator(cpu=True)
-    model = quantized(kind)
     for parameter in model.base.parameters():
         parameter.requires_grad = False
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))

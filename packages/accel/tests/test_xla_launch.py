@@ -17,7 +17,8 @@ from accel_backends import XLABackend
 from accel_state import ConfigError
 from accel_testing.equivalence.models import SyntheticData, TinyMLP
 from accel_testing.equivalence.programs import adamw
-from accel_testing.ranks.launched_scripts import free_port, run_command
+from accel_testing.programs.runs import run_command
+from accel_testing.ranks.launchers import free_port
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla, which the environment 'xla' has"),

@@ -22,9 +22,9 @@ from accel_testing.faults.faults import limited_file_size as limited_file_size
 from accel_testing.faults.faults import make_read_only as make_read_only
 from accel_testing.faults.faults import small_file_system as small_file_system
 from accel_testing.faults.faults import truncate_file as truncate_file
-from accel_testing.ranks.launched_scripts import Finished as Finished
-from accel_testing.ranks.launched_scripts import launch as launch
-from accel_testing.ranks.launched_scripts import launch_by as launch_by
-from accel_testing.ranks.launched_scripts import run_command as run_command
-from accel_testing.ranks.launched_scripts import run_script as run_script
+from accel_testing.programs.runs import Finished as Finished
+from accel_testing.programs.runs import launch as launch
+from accel_testing.programs.runs import launch_by as launch_by
+from accel_testing.programs.runs import run_command as run_command
+from accel_testing.programs.runs import run_script as run_script
 from accel_testing.ranks.pool import RankPool as RankPool

@@ -18,7 +18,7 @@ from accel_backends import (
 from accel_backends.core.config import BackendConfig, Stated, StrategyFacts
 from accel_backends.core.select import check_axes, find_backend
 from accel_state import BackendError, ConfigError, Device, ParallelismConfig, Topology, TopologyError
-from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig
+from accel_state.parallelism.axis_options import DeepSpeedSequenceParallelConfig, ExpertParallelConfig
 
 ONE, TWO = Topology(), Topology(rank=0, world_size=2, local_world_size=2)
 CPU, XLA = Device("cpu"), Device("xla")
@@ -158,6 +158,15 @@ def test_a_backend_that_has_to_be_named_is_only_the_nearest(install):
     assert find_backend(["pp", "sp"]) is None
     with pytest.raises(ConfigError, match=r"pp_size=2, sp_size=2: .* cannot do that; nearest: strategy='ring'"):
         check_axes("single", SingleConfig(), ParallelismConfig(pp_size=2, sp_size=2))
+
+
+@pytest.mark.parametrize("options", [BackendConfig(), FSDPConfig(fsdp_version=1)])
+def test_a_capacity_that_a_backend_does_not_apply_to_undivided_experts_is_refused(options):
+    bounded = ParallelismConfig(ep_handler=ExpertParallelConfig(1.25))
+    with pytest.raises(ConfigError, match=r"capacity_factor=1\.25.* with ep_size=1: backend 'it' .*nearest"):
+        check_axes("it", options, bounded)
+    for able in (SingleConfig(), DDPConfig(), FSDPConfig()):
+        check_axes("it", able, bounded)
 
 
 def test_a_backend_that_cannot_be_imported_serves_nothing(install, tmp_path):

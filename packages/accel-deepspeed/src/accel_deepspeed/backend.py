@@ -31,7 +31,6 @@ from accel_deepspeed.library import (
     close_communication,
     library,
     open_communication,
-    open_group_of_one,
     use_device,
 )
 from accel_deepspeed.tensor_parallel.autotp import Layers
@@ -39,6 +38,7 @@ from accel_deepspeed.ulysses.sequence import Sequences
 from accel_deepspeed.zero.engine_gradients import ZeroGradients
 from accel_precision.options import GradScalerKwargs
 from accel_state.errors import BackendError
+from accel_state.process_group.single_process_group import SingleProcessGroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,7 +78,7 @@ class DeepSpeedBackend(ModuleBackend):
         self._sequences = Sequences(self.session, self._options.sequence_parallel_size)
         self._layers = Layers(self.session, self._options.tensor_parallel_size)
         check_one_axis(self._sequences.size, self._layers.size)
-        self._owns_group = False
+        self._group = SingleProcessGroup(self.session.device)
         self.layout = ZeroLayout(run, self._options, self._sequences, self._layers, self._open_communication)
         self.gradients = ZeroGradients(self, self._engines, self._layers, self._open_communication)
         self.states = ZeroStates(self, self._engines, self.layout)
@@ -150,12 +150,7 @@ class DeepSpeedBackend(ModuleBackend):
         self.layout.forget_mesh()
         self._sequences.forget()
         close_communication(self)
-        if self._owns_group:
-            import torch.distributed as dist
-
-            self._owns_group = False
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        self._group.close()
 
     # A step
 
@@ -250,7 +245,7 @@ class DeepSpeedBackend(ModuleBackend):
 
     def _open_communication(self) -> None:
         """Passes the process group to DeepSpeed; opens a group of one process if there is none."""
-        self._owns_group |= open_group_of_one(self.session)
+        self._group.open()
         use_device(self.session)
         open_communication(self.session, self)
         self._layers.open()

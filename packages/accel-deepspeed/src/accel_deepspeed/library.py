@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -87,16 +87,6 @@ def use_device(session: "Session") -> None:
         + (f" because DS_ACCELERATOR={os.environ['DS_ACCELERATOR']}" if "DS_ACCELERATOR" in os.environ else "")
         + f"; set DS_ACCELERATOR={wanted}"
     )
-
-
-def open_group_of_one(session: "Session") -> bool:
-    """Opens a process group of one process if there is none; returns whether it was opened."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return False
-    dist.init_process_group(session.device.collective_backend, store=cast(Any, dist).HashStore(), rank=0, world_size=1)
-    return True
 
 
 def open_communication(session: "Session", user: object) -> None:

@@ -7,7 +7,7 @@ are compared or listed: torch has no public name by which either costs as little
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import getclosurevars
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from accel_state.errors import BackendError
 
@@ -23,9 +24,8 @@ VERSION = "0.19.8"
 # end; whether a backward of the engine runs.
 _ONCE, _EACH, _END = "_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"
 _RUNNING = "_running_engine_backward"
-# Of stage 3: the all-gather of the coordinator of parameters, and the norms that a step measures.
+# Of stage 3: the all-gather of the coordinator of parameters, and what its layers release.
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
-_NORMS = "_get_norm_groups"
 _RELEASED = "_PartitionedParameterCoordinator__params_to_release"
 
 
@@ -136,17 +136,6 @@ def open_tensor_parallel_groups(size: int) -> None:
     create(tensor_model_parallel_size=size)
 
 
-def has_tensor_parallel_groups() -> bool:
-    """Whether DeepSpeed has tensor-parallel groups already, in ``_TENSOR_MODEL_PARALLEL_GROUP``.
-
-    Without groups DeepSpeed's public functions fail an assertion, or under ``python -O`` return those of all ranks. A
-    DeepSpeed without the name counts as one without groups: engines of another size are then not refused.
-    """
-    from deepspeed.utils import groups
-
-    return getattr(groups, "_TENSOR_MODEL_PARALLEL_GROUP", None) is not None
-
-
 def forget_groups() -> None:
     """Drops DeepSpeed's references to the groups that it derived from the default group.
 
@@ -199,20 +188,6 @@ def restore_gathers(coordinator: Any) -> None:
     coordinator.__dict__.pop(_GATHER, None)
 
 
-def measured_norms(optimizer: Any) -> tuple[Sequence[Any], str | None]:
-    """Returns the norms of stage 3's sub-groups, and the name of the method by which a step measures them again.
-
-    Without that method they are measured by ``get_grad_norm_direct``, and the name is None.
-    """
-    measure = getattr(optimizer, _NORMS, None)
-    if measure is not None:
-        return measure(), _NORMS
-    groups = enumerate(optimizer.fp16_groups)
-    if optimizer.offload_optimizer:
-        return [optimizer.complete_grad_norm_calculation_for_cpu_offload(group) for _, group in groups], None
-    return [optimizer.get_grad_norm_direct(optimizer.averaged_gradients[i], group) for i, group in groups], None
-
-
 def partition_slice(optimizer: Any, index: int, key: int, rank: int, size: int) -> torch.Tensor:
     """Returns a parameter's slice of the buffer in which a group of stage 1 or 2 accumulates its partition in fp32.
 
@@ -239,16 +214,11 @@ def is_accumulating(parameters: Iterable[nn.Parameter]) -> bool:
 
     By ``_will_engine_execute_node``, and True in a torch without it.
     """
-    from torch.autograd import graph
-
-    node_of, runs = (
-        getattr(graph, "_get_grad_fn_or_grad_acc", None),
-        getattr(torch._C, "_will_engine_execute_node", None),
-    )
-    if node_of is None or runs is None:
+    runs = getattr(torch._C, "_will_engine_execute_node", None)
+    if runs is None:
         return True
     with torch.enable_grad():
-        nodes = [node_of(parameter) for parameter in parameters if parameter.requires_grad]
+        nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
     try:
         return any(map(runs, nodes))
     except RuntimeError:  # for a parameter whose gradient torch.autograd.grad returns

@@ -22,7 +22,7 @@ from accel_deepspeed import DeepSpeedPlugin
 from accel_precision import PrecisionPolicy
 from accel_state import Session
 from accel_state.errors import BackendError, PrepareError
-from accel_testing.ranks.launched_scripts import run_script
+from accel_testing.programs.runs import run_script
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 

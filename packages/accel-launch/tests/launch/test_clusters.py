@@ -23,7 +23,7 @@ from accel_launch.launch.remote.mpi import plan_mpi
 from accel_launch.launch.remote.slurm import plan_slurm
 from accel_launch.launch.remote.ssh import plan_ssh
 from accel_state.errors import LaunchError
-from accel_testing.ranks.launched_scripts import free_port
+from accel_testing.ranks.launchers import free_port
 
 LAUNCH = [sys.executable, "-m", "accel", "launch", "--cpu"]
 MEET = """

@@ -15,7 +15,7 @@ import pytest
 
 from accel_launch.launch.multi_node.elastic import options_of
 from accel_state.errors import LaunchError
-from accel_testing.ranks.launched_scripts import free_port
+from accel_testing.ranks.launchers import free_port
 
 # Counts to ten, one number a step; what has been counted is in a file. The number of processes is told at each step.
 # With a file ``hold``, one machine alone waits for another to join it, and two stay at five.

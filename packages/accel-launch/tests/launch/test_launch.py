@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_testing.ranks.launched_scripts import free_port
+from accel_testing.ranks.launchers import free_port
 
 LAUNCH = [sys.executable, "-m", "accel", "launch"]
 SHOW = """

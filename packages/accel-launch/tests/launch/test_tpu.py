@@ -14,7 +14,7 @@ from accel_launch.config import resolve_config
 from accel_launch.launch.dispatch import prepare
 from accel_launch.launch.remote.tpu import pod_commands
 from accel_state.errors import BackendError, ConfigError, LaunchError
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 POD = {"tpu": True, "tpu_cluster": True, "tpu_name": "pod", "tpu_zone": "here"}
 TWO = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "first", "main_process_port": 29500}

@@ -16,7 +16,7 @@ from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.architecture import architecture_of
 from accel_megatron.conversion.rules import stack_name
 from accel_megatron.layout import MegatronLayout
-from accel_megatron.library import close_groups, open_group_of_one, open_groups, require_library
+from accel_megatron.library import close_groups, open_groups, require_library
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import local_tensors
 from accel_megatron.training.gradients import MegatronGradients
@@ -26,6 +26,7 @@ from accel_megatron.training.stage import build_stage, transformer_config
 from accel_megatron.training.states import MegatronStates
 from accel_state.collectives.tensors import broadcast
 from accel_state.errors import BackendError, PrepareError
+from accel_state.process_group.single_process_group import SingleProcessGroup
 
 
 @final
@@ -53,7 +54,8 @@ class MegatronBackend(ModuleBackend):
         require_library()
         self._options = cast(MegatronConfig, self.config)
         self._engines = MegatronEngines()
-        self._owns_group = open_group_of_one(self.session)
+        self._group = SingleProcessGroup(self.session.device)
+        self._group.open()
         open_groups(self._options.tp_degree, self._options.pp_degree, self._options.expert_model_parallel_size)
         self.layout = MegatronLayout(run)
         self.gradients = MegatronGradients(self, self._engines)
@@ -158,12 +160,7 @@ class MegatronBackend(ModuleBackend):
         self._engines.drop(list(self._engines))
         super().close()
         close_groups()
-        if self._owns_group:
-            import torch.distributed as dist
-
-            self._owns_group = False
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        self._group.close()
 
     # A step
 

@@ -3,12 +3,8 @@
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from accel_state.errors import BackendError
-
-if TYPE_CHECKING:
-    from accel_state.session import Session
 
 INSTALL = 'from a checkout of accel, pip install "./packages/accel-megatron[megatron]"'
 _MESSAGES = "(Transformer Engine|Apex).*not installed"
@@ -37,18 +33,6 @@ def require_library() -> None:
                 import_module(f"megatron.core.{module}")
     except Exception as error:
         raise BackendError(f"megatron-core is installed and cannot be imported: {error}") from error
-
-
-def open_group_of_one(session: "Session") -> bool:
-    """Opens a process group of one process if there is none; returns whether it was opened."""
-    import torch.distributed as dist
-
-    from accel_megatron.private import HashStore
-
-    if dist.is_initialized():
-        return False
-    dist.init_process_group(session.device.collective_backend, store=HashStore(), rank=0, world_size=1)
-    return True
 
 
 def open_groups(tensor: int, pipeline: int, expert: int = 1) -> None:

@@ -7,7 +7,6 @@ from queue import Queue
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import HashStore as HashStore
 
 
 def publish_main_weights(optimizer: Any) -> None:

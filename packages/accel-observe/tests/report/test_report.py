@@ -28,7 +28,7 @@ from accel_observe.report.plots import curve, number_text, running_median, ticks
 from accel_observe.tracking import QueueOptions
 from accel_observe.tracking.run_log import JOURNAL
 from accel_state.errors import ConfigError
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BROWSER = next((found for name in _BROWSERS if (found := shutil.which(name))), None)

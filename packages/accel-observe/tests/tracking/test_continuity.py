@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 TRAINING = Path(__file__).with_name("tracked_training.py")
 STEPS = 24

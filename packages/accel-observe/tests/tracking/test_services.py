@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 TRAINING = Path(__file__).with_name("tracked_training.py")
 pytestmark = pytest.mark.timeout(1200)

@@ -1,13 +1,17 @@
 """Selection of a plan, with reasons, and the changes that would lead to another choice; pure."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import final
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, final
 
 from accel_planner.cost.plan import MemoryPlan
 from accel_planner.errors import PlanError
 from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes
+
+if TYPE_CHECKING:
+    from accel_planner.cost.hardware import Hardware
+    from accel_planner.profile.profile import ModelProfile
 
 MARGIN = 0.1
 """Fraction of a device's memory that a plan leaves free: fragmentation, driver, libraries, estimation errors."""
@@ -82,6 +86,53 @@ def choose(plans: Iterable[MemoryPlan], budget: int | None = None, margin: float
     else:
         reasons.append("none is faster")
     return Decision(plan, tuple(reasons), _changes(plan, faster, budget, margin), faster)
+
+
+def plan_document(
+    profile: "ModelProfile",
+    hardware: "Hardware",
+    plans: Iterable[MemoryPlan],
+    decision: Decision | None,
+    problem: str | None,
+    margin: float,
+) -> dict[str, Any]:
+    """Returns all plans and the choice as plain data, in bytes and seconds.
+
+    Args:
+        profile: the model.
+        hardware: the devices.
+        plans: plans of the model.
+        decision: the choice; None: nothing fits.
+        problem: why nothing fits.
+        margin: fraction of the memory to leave free.
+    """
+    return {
+        "model": {"name": profile.name, "parameters": profile.numel, "units": len(profile.units)},
+        "precision": profile.policy.name,
+        "hardware": asdict(hardware),
+        "plans": [
+            {
+                "strategy": plan.candidate.name,
+                "backend": plan.candidate.backend,
+                "options": dict(plan.candidate.options),
+                **asdict(plan.parts),
+                "peak": plan.peak,
+                "communicated": {**asdict(plan.traffic), "total": plan.traffic.total},
+                "seconds": plan.seconds,
+                "fits": fits(plan, hardware.memory, margin),
+            }
+            for plan in plans
+        ],
+        "choice": None
+        if decision is None
+        else {
+            "strategy": decision.plan.candidate.name,
+            "reasons": list(decision.reasons),
+            "changes": list(decision.changes),
+        },
+        "problem": problem,
+        "notes": list(profile.notes),
+    }
 
 
 def _changes(plan: MemoryPlan, faster: Iterable[MemoryPlan], budget: int, margin: float) -> tuple[str, ...]:

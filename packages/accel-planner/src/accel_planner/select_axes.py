@@ -1,8 +1,8 @@
 """Proposal of degrees of parallelism: a combination that is fast and fits, and what is lost without each axis; pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
 
 from accel_planner.cost.axis_degrees import AxisDegrees, axis_degrees
 from accel_planner.cost.axis_plan import AxisPlan, Batching, accumulates, plan_degrees
@@ -57,6 +57,47 @@ def plan_axes(shape: TransformerShape, hardware: Hardware, batching: Batching) -
             f"part of {hardware.ranks} ranks; nearest: global_batch={_nearest_batch(shape, hardware, batching)}"
         )
     return sorted(found, key=lambda plan: (plan.seconds, plan.peak, len(plan.degrees.active)))
+
+
+def axes_document(
+    shape: TransformerShape,
+    hardware: Hardware,
+    batching: Batching,
+    plans: Iterable[AxisPlan],
+    proposal: AxisProposal | None,
+    problem: str | None,
+    room: int,
+) -> dict[str, Any]:
+    """Returns all plans and the proposal as plain data, in bytes and seconds.
+
+    Args:
+        shape: the model.
+        hardware: the devices.
+        batching: the batches.
+        plans: plans of ``plan_axes``.
+        proposal: the proposal; None: nothing fits.
+        problem: why nothing fits.
+        room: bytes of a device that a plan may use.
+    """
+    return {
+        "model": {**asdict(shape), "parameters": shape.numel},
+        "hardware": asdict(hardware),
+        "batch": asdict(batching),
+        "plans": [{**asdict(plan), "name": plan.name, "peak": plan.peak, "fits": plan.peak <= room} for plan in plans],
+        "choice": None if proposal is None else _choice(proposal),
+        "problem": problem,
+    }
+
+
+def _choice(proposal: AxisProposal) -> dict[str, Any]:
+    plan = proposal.plan
+    return {
+        "name": plan.name,
+        "degrees": asdict(plan.degrees),
+        "checkpointing": plan.checkpointing,
+        "sync_each_batch": plan.sync_each_batch,
+        "reasons": list(proposal.reasons),
+    }
 
 
 def _degrees(shape: TransformerShape, hardware: Hardware, batching: Batching) -> Iterator[AxisDegrees]:

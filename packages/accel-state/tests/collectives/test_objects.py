@@ -5,7 +5,7 @@ import torch
 
 from accel_state import CollectiveError
 from accel_state.collectives.tensors import agree, all_gather_object, broadcast_object_list, gather_object
-from accel_testing.ranks.launched_scripts import run_script
+from accel_testing.programs.runs import run_script
 
 
 @pytest.mark.ranks(2)

@@ -22,7 +22,7 @@ from accel_state.collectives.tensors import (
     reduce,
 )
 from accel_state.collectives.verify import CollectiveCall, compare, describe, verify_collective
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 # The hang watchdog compares operations, too, and would be first.
 UNWATCHED = {"ACCEL_HANG_DOCTOR": "off"}

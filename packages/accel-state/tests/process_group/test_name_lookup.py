@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import run_command
+from accel_testing.programs.runs import run_command
 
 # Runs in namespaces of its own, in which the only name server receives queries and answers none.
 ALONE = """
@@ -32,7 +32,7 @@ except BlockingIOError:
     pass
 """
 RANKS = """
-from accel_testing.ranks.launched_scripts import run_script
+from accel_testing.programs.runs import run_script
 print(run_script("opens.py", ranks=2).check().output, end="")
 """
 OPENS = """

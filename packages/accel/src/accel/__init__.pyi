@@ -7,7 +7,6 @@ from accel.loop.accumulator import StepClock as StepClock
 from accel.optimizer import PreparedOptimizer as PreparedOptimizer
 from accel.scheduler import PreparedScheduler as PreparedScheduler
 from accel.setup.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-from accel.setup.kwargs_handlers import ProjectConfiguration as ProjectConfiguration
 from accel.state import PartialState as PartialState
 from accel.utils.imports import is_rich_available as is_rich_available
 from accel_backends import ActivationCheckpointing as ActivationCheckpointing
@@ -15,6 +14,7 @@ from accel_backends import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_backends import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_backends import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_backends import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_ckpt.series.project import ProjectConfiguration as ProjectConfiguration
 from accel_data import LoaderOptions as DataLoaderConfiguration  # noqa: F401
 from accel_data import skip_first_batches as skip_first_batches
 from accel_deepspeed import DeepSpeedPlugin as DeepSpeedPlugin

@@ -13,10 +13,10 @@ from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
 from accel.loop.step import MicroBatch, TrainingStep
 from accel.optimizer import PreparedOptimizer
 from accel.scheduler import PreparedScheduler, SchedulerSteps
-from accel.setup.kwargs_handlers import ProjectConfiguration
 from accel.views.observation import ObservationViews
 from accel.views.process import ProcessViews
 from accel.views.settings import SettingViews
+from accel_ckpt.series.project import ProjectConfiguration
 from accel_launch.preemption.preemption import DEFAULT_SIGNALS, Notice
 from accel_state.errors import UNSENDABLE, ConfigError
 

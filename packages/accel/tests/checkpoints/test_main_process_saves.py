@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel_ckpt import open_checkpoint
-from accel_testing.ranks.launched_scripts import Finished, run_command, run_script
+from accel_testing.programs.runs import Finished, run_command, run_script
 
 SAVES = """
 import sys

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import free_port, launch
+from accel_testing.programs.runs import launch
+from accel_testing.ranks.launchers import free_port
 
 TRAIN = """
 import sys

@@ -63,7 +63,7 @@ def train(
     """A user's loop, which knows nothing of the axes; two micro-batches a step, clipped."""
     parallelism = ParallelismConfig(**degrees) if degrees else None
     accelerator = Accelerator(cpu=True, parallelism_config=parallelism, gradient_accumulation_steps=accumulate)
-    model = model_of(degrees, tied=tied)
+    model = mixtral() if "ep_handler" in degrees else model_of(degrees, tied=tied)
     if bound is not None:
         bound(model)
     if accelerator.process_index:  # prepare has to give every rank the values of rank 0
@@ -243,20 +243,46 @@ class Bounded:
     "degrees",
     [
         {"ep_size": 2},
+        {"dp_replicate_size": 2},
+        pytest.param({"dp_shard_size": 2}, marks=pytest.mark.slow),
         pytest.param({"ep_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
         pytest.param({"ep_size": 2, "tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_experts_with_a_capacity_train_as_one_process_with_the_same_micro_batches(
     rank_pool: RankPool, degrees: Degrees
 ) -> None:
-    shards = ParallelismConfig(**degrees).data_parallel_size
+    parallelism = ParallelismConfig(**degrees)
+    shards = parallelism.data_parallel_size * parallelism.size("pp")  # a pipeline of two has two micro-batches
     expected = rank_pool.run(train, {"ep_size": 1}, accumulate=2 * shards, bound=Bounded(0.75), ranks=1)[0]
     bounded = {**degrees, "ep_handler": ExpertParallelConfig(capacity_factor=0.75)}
     found = rank_pool.run(train, bounded, ranks=ParallelismConfig(**degrees).total_size)
     assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-10)
     assert_close_state(found[0]["state"], expected["state"], rtol=0, atol=1e-10)
     assert 0.25 <= found[0]["dropped"] == found[1]["dropped"] < 0.5
+
+
+def test_undivided_experts_drop_the_choices_that_divided_ones_drop(rank_pool: RankPool) -> None:
+    """Two ranks that have all experts, and one process, drop what two expert-parallel ranks drop of the same tokens."""
+    handler = {"ep_handler": ExpertParallelConfig(capacity_factor=0.75)}
+    divided = rank_pool.run(train, {"ep_size": 2, **handler}, ranks=2)[0]
+    sharded = rank_pool.run(train, {"dp_shard_size": 2, **handler}, ranks=2)[0]
+    alone = rank_pool.run(train, handler, accumulate=4, ranks=1)[0]
+    assert (divided["backend"], sharded["backend"], alone["backend"]) == ("fsdp", "fsdp", "single")
+    for found in (sharded, alone):
+        assert found["norms"] == pytest.approx(divided["norms"], rel=1e-10)
+        assert_close_state(found["state"], divided["state"], rtol=0, atol=1e-10)
+        assert found["dropped"] == divided["dropped"] >= 0.25
+
+
+def test_a_capacity_without_experts_is_refused() -> None:
+    handler = ExpertParallelConfig(capacity_factor=0.75)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(ep_handler=handler))
+    model = llama()
+    with pytest.raises(PrepareError, match=r"LlamaForCausalLM has no module of experts.*nearest: ep_handler=None"):
+        accelerator.prepare(model, optimizer_of(model))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # Threads that libraries start once and keep on purpose, so that the first test that uses them is not blamed.
 _KEPT_THREADS = ("pydevd", "execnet", "asyncio_", "fsspecIO", "QueueFeeder", "tqdm_monitor", "ThreadPoolExecutor-loky")
-_KEPT_FOLDERS = ("accel-ranks-",)  # the pool's folder, which the first test that needs the pool creates
+# Of the ranks and of the fork server of programs, which the first test that needs them starts.
+_KEPT_FOLDERS = ("accel-ranks-", "accel-programs-")
 # multiprocessing's folders: the readers of a loader end unfinished workers by a signal, so the workers cannot remove
 # them; they are removed with the folder of all programs. torchrun keeps its logs by design.
 _KEPT_BY_PROGRAMS = ("pymp-", "torchelastic_")

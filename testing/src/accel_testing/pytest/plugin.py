@@ -24,6 +24,7 @@ _MARKERS = (
     "tpu: needs a TPU and torch_xla; skipped without them, see --require",
     "fault: kills, stops or corrupts something on purpose; temporary files of processes that were killed are removed",
     "slow: takes long, or repeats heavily",
+    "executed: start the programs of the test by exec under --programs=fork, too",
     "leaks(*checks): fails when the test leaves something behind; no arguments: every check",
 )
 
@@ -57,6 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("accel_leaks_grace", "seconds that what a test started may still take to end", default="30")
     parser.addini("accel_preload", "modules that ranks import once, before they are forked", "args", [])
     parser.addini("accel_ranks_timeout", "seconds a test may take in its ranks", default="60")
+    group.addoption(
+        "--programs",
+        choices=["exec", "fork"],
+        help="how the scripts and launchers that tests run begin: by exec, or forked from a process that has imported "
+        "torch and the modules of accel_preload, in a tenth of the time (default: the ini option accel_programs)",
+    )
+    parser.addini("accel_programs", "how the scripts that tests run begin: exec or fork", default="exec")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +77,29 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[hash_seeds.VARIABLE] = str(hash_seeds.choose(value))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Forks the programs of all tests if that is asked for."""
+    config = session.config
+    if (config.option.programs or config.getini("accel_programs")) == "exec":
+        return (yield)
+    from accel_testing.programs.runs import forked_programs
+
+    with forked_programs(config.getini("accel_preload")):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Starts the programs of a test marked ``executed``, and of its fixtures, by exec."""
+    if item.get_closest_marker("executed") is None:
+        return (yield)
+    from accel_testing.programs.runs import started_programs
+
+    with started_programs():
+        return (yield)
 
 
 def pytest_report_header() -> list[str]:

@@ -18,7 +18,7 @@ from typing import final
 from accel_testing.errors import RankError
 from accel_testing.ranks import hash_seeds
 from accel_testing.ranks.environment import rank_environment
-from accel_testing.ranks.launched_scripts import LAUNCHERS, free_port
+from accel_testing.ranks.launchers import LAUNCHERS, free_port
 from accel_testing.ranks.processes import Rank, lives
 
 _START_TIMEOUT = 120.0

@@ -12,7 +12,7 @@ from accel_launch.notebook.pickle_by_value import dumps, loads
 from accel_testing.errors import LeakError, RankDied, RankError, RankHung
 from accel_testing.ranks.environment import changed_variables, rank_environment
 from accel_testing.ranks.launched_ranks import LaunchedRanks
-from accel_testing.ranks.launched_scripts import free_port
+from accel_testing.ranks.launchers import free_port
 from accel_testing.ranks.processes import Rank
 from accel_testing.ranks.sources import ForkedRanks, Ranks
 from accel_testing.ranks.stacks import describe_exit, describe_place

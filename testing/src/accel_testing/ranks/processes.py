@@ -1,4 +1,4 @@
-"""Rank processes and their fork servers, as seen from the test process."""
+"""Rank processes and fork servers, as seen from the test process."""
 
 import contextlib
 import os
@@ -20,13 +20,18 @@ from accel_testing.ranks.stacks import DUMP_STACKS, describe_place
 from accel_testing.ranks.wire import Answer, Closed
 
 _START_TIMEOUT = 120.0
+_MODULE = "accel_testing.ranks.fork_server"
 
 
 @final
 class ForkServer:
-    """The process that one rank is forked from; it starts in the background."""
+    """The process that a rank, or programs, are forked from; it starts in the background."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], *, preload: Sequence[str] = ()) -> None:
+    def __init__(self, kind: str, folder: Path, environment: Mapping[str, str], *, preload: Sequence[str] = ()) -> None:
+        """``kind`` names a module of functions ``prepare`` and ``become`` (``fork_server.Kind``).
+
+        ``preload`` names modules that the server imports.
+        """
         self._folder = folder
         folder.mkdir()
         mine, theirs = socket.socketpair()
@@ -38,7 +43,7 @@ class ForkServer:
         self._forked = 0
         with theirs, (folder / "server.log").open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "accel_testing.ranks.fork_server", str(theirs.fileno()), str(folder), *preload],
+                [sys.executable, "-m", _MODULE, kind, str(theirs.fileno()), str(folder), *preload],
                 pass_fds=[theirs.fileno()],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
@@ -53,7 +58,13 @@ class ForkServer:
         """Whether ranks can still be forked from it."""
         return not self._gone and self._process.poll() is None
 
-    def fork(self) -> "Rank":
+    def fork(self, files: Sequence[int]) -> int:
+        """Forks a process that has the ``files`` of its request; returns its id."""
+        self._wait_ready()
+        socket.send_fds(self._socket, [b"fork\n"], files)
+        return int(self._read("forked ", _START_TIMEOUT))
+
+    def fork_rank(self) -> "Rank":
         """Forks a new rank process."""
         mine, theirs = Pipe(duplex=True)
         number = self._forked
@@ -62,9 +73,7 @@ class ForkServer:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         files = [theirs.fileno(), os.open(output, flags, 0o600), os.open(stacks, flags, 0o600)]
         try:
-            self._wait_ready()
-            socket.send_fds(self._socket, [b"rank\n"], files)
-            pid = int(self._read("forked ", _START_TIMEOUT))
+            pid = self.fork(files)
         finally:
             theirs.close()
             for file in files[1:]:
@@ -80,7 +89,7 @@ class ForkServer:
         return self._ended[pid]
 
     def close(self) -> None:
-        """Ends the server and its rank."""
+        """Ends the server and its children."""
         self._closer()
 
     def _wait_ready(self) -> None:
@@ -98,7 +107,7 @@ class ForkServer:
             if not self._take_lines(max(0.0, deadline - time.monotonic())):
                 log = (self._folder / "server.log").read_text(errors="replace") if self._folder.exists() else ""
                 what = "has ended" if self._gone else f"gave no answer in {timeout:.0f} s"
-                raise RankError(f"the process that forks a rank {what}:\n{log[-4000:]}")
+                raise RankError(f"the fork server {what}:\n{log[-4000:]}")
 
     def _take_lines(self, timeout: float) -> bool:
         """Reads lines of the server for up to ``timeout`` seconds; False if there are none or the server is gone."""

@@ -9,16 +9,17 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TextIO, final
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, final
 
 from accel_launch.notebook.pickle_by_value import dumps, loads
 from accel_testing.faults import leaks
 from accel_testing.ranks.environment import rank_variables
+from accel_testing.ranks.fork_server import print_to
 from accel_testing.ranks.groups import enter_group, forget_groups, leave_group
 from accel_testing.ranks.rewriting import import_source, rewriting_config
 from accel_testing.ranks.stacks import DUMP_STACKS
@@ -29,6 +30,22 @@ if TYPE_CHECKING:
 
 # Seconds that a rank which has failed waits for the others when it leaves its group.
 _PATIENCE = 5.0
+
+
+def prepare(modules: Iterable[str]) -> None:
+    """Prepares a fork server for ranks."""
+    warm(modules)
+
+
+def become(files: Sequence[int]) -> NoReturn:
+    """Makes this process a rank of a pool: serves its connection, prints to a file, writes stacks to another one."""
+    connection, output, stacks = files
+    print_to(output)
+    for text in (sys.stdout, sys.stderr):
+        text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    os.environ.pop("PYTHONHASHSEED", None)  # for this process only, not for programs that a test starts
+    serve(connection, stacks)
 
 
 def warm(modules: Iterable[str] = ()) -> None:
@@ -42,7 +59,7 @@ def warm(modules: Iterable[str] = ()) -> None:
         importlib.import_module(name)
 
 
-def serve(connection_file: int, stacks_file: int) -> None:
+def serve(connection_file: int, stacks_file: int) -> NoReturn:
     """Runs jobs until the test process closes the connection; never returns."""
     connection = Connection(connection_file)
     stacks: TextIO = os.fdopen(stacks_file, "w")

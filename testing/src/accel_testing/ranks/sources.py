@@ -11,6 +11,8 @@ from accel_testing.ranks import hash_seeds
 from accel_testing.ranks.environment import rank_environment
 from accel_testing.ranks.processes import ForkServer, Rank
 
+_KIND = "accel_testing.ranks.rank"
+
 
 class Ranks(Protocol):
     """Processes that serve as ranks, kept between jobs and replaced when one of them is gone."""
@@ -47,7 +49,7 @@ class ForkedRanks:
             self._environment = rank_environment(os.environ)
         for rank in range(len(self._servers), size):
             variables = {**self._environment, **hash_seeds.of_rank(rank, self._environment)}
-            self._servers.append(ForkServer(self._folder / str(rank), variables, preload=self._preload))
+            self._servers.append(ForkServer(_KIND, self._folder / str(rank), variables, preload=self._preload))
         return self._environment
 
     def team(self, size: int) -> list[Rank]:
@@ -57,7 +59,7 @@ class ForkedRanks:
         self.prepare(size)
         if any(rank.is_gone() for rank in self._ranks):
             self.discard()
-        self._ranks += [server.fork() for server in self._servers[len(self._ranks) : size]]
+        self._ranks += [server.fork_rank() for server in self._servers[len(self._ranks) : size]]
         return self._ranks[:size]
 
     def discard(self) -> None:

@@ -104,6 +104,11 @@ class BackendConfig(KwargsHandler):
     needs_ranks: ClassVar[bool] = False
 
     @property
+    def bounds_experts(self) -> bool:
+        """Whether the backend gives undivided experts the capacity of ``ParallelismConfig.ep_handler``. Default: no."""
+        return False
+
+    @property
     def recomputed(self) -> "ActivationCheckpointing | None":
         """Activations that backward recomputes where the run says nothing; None: none. Default: none."""
         return None
@@ -185,3 +190,8 @@ class SingleConfig(BackendConfig):
 
     backend: ClassVar[str] = "single"
     axes: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def bounds_experts(self) -> bool:
+        """Yes."""
+        return True

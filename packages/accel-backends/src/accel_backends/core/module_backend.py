@@ -73,8 +73,10 @@ class ModuleBackend(Backend):
     def check(self, bundle: Bundle) -> None:
         """Raises PrepareError for a bundle that this backend cannot prepare, before any change.
 
-        Default: accepts all.
+        Default: accepts all, except models without experts if these have a capacity.
         """
+        for model in bundle.models if bundle.training else ():
+            self.layout.check_experts(innermost(model))
 
     def bind(self, bundle: Bundle) -> Bundle:
         """Prepares a checked bundle.
@@ -106,6 +108,8 @@ class ModuleBackend(Backend):
             # Converted first: the device would otherwise hold the parameters in both dtypes.
             model = self.place(cast_parameters(model, self.policy))
         model = self.apply_precision(model)
+        if training:
+            self.layout.bound_experts(innermost(model))
         return self.wrap(model) if training else model
 
     def place(self, model: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.fqn import find_fsdp1, named_parameters
 from accel_precision.policy import dtype_name
 from accel_state.errors import PrepareError
 
@@ -22,7 +22,6 @@ def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
     Raises:
         PrepareError: see ``check_same``.
     """
-    from accel_backends.fsdp1.wrap import find_fsdp1
     from accel_state.collectives.objects import all_gather_object
 
     mine: list[str] = []

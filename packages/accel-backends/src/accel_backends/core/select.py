@@ -100,7 +100,7 @@ def find_backend(axes: Collection[str]) -> str | None:
 
 
 def check_axes(name: str, config: BackendConfig, parallelism: "ParallelismConfig") -> None:
-    """Refuses degrees above 1 of axes that a backend does not serve.
+    """Refuses degrees above 1 of axes, and a capacity of undivided experts, that a backend does not serve.
 
     Raises:
         ConfigError: names the nearest strategy that serves all axes together.
@@ -111,6 +111,14 @@ def check_axes(name: str, config: BackendConfig, parallelism: "ParallelismConfig
         raise ConfigError(
             f"{', '.join(f'{axis}_size={parallelism.size(axis)}' for axis in other)}: backend {name!r} cannot do that; "
             f"nearest: {_nearest(active) or f'dp_replicate_size={parallelism.total_size}'}"
+        )
+
+    experts = parallelism.ep_handler
+    bounded = experts is not None and experts.capacity_factor is not None and not parallelism.ep_enabled
+    if bounded and not config.bounds_experts:
+        raise ConfigError(
+            f"ep_handler={experts} with ep_size=1: backend {name!r} gives undivided experts no capacity; nearest: "
+            "ep_handler=None, or strategy='fsdp'"
         )
 
 

@@ -61,6 +61,11 @@ class DDPConfig(BackendConfig):
             raise ConfigError(f"bucket_cap_mb is {self.bucket_cap_mb}; expected a size in MiB above 0")
 
     @property
+    def bounds_experts(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
     def syncs_buffers(self) -> bool:
         """Whether each forward starts from rank 0's buffers; resolves the option's two names."""
         return self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers

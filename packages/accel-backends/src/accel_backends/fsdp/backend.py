@@ -54,6 +54,7 @@ from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import check_initialisers, drop_values, is_meta
 from accel_backends.ops.optimizer_support import check_on_shards, holds_any
 from accel_backends.parallel.axes import ModelAxes
+from accel_backends.parallel.common_calls import CommonCalls
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
@@ -189,6 +190,8 @@ class FSDPBackend(ModuleBackend):
         self._outside[root] = refuse_outside(
             outside_units(root, cast("list[nn.Module]", sharded.units)), kind, version=2
         )
+        if self.layout.shared_degrees or self._spread.expert_size > 1:
+            CommonCalls(self.run, kind).attach(root)
         if self.session.world_size > 1:
             own = {name: root.get_submodule(name) for name in ("", *units.inside_out)}
             pairs = {name: (module, module) for name, module in own.items()}

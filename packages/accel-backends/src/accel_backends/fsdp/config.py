@@ -129,6 +129,11 @@ class FSDPConfig(BackendConfig):
         """Whether the options are of version 1, with which a single process trains without FSDP."""
         return self.fsdp_version == 1
 
+    @property
+    def bounds_experts(self) -> bool:
+        """Whether the options are of version 2; version 1 leaves experts as they are."""
+        return self.fsdp_version == 2
+
     def resolve(self, facts: StrategyFacts) -> Resolution:
         """Returns these options with the requested degrees; XLA options on XLA devices.
 
@@ -197,6 +202,9 @@ class FSDPConfig(BackendConfig):
                     f"{name}={getattr(self, name)!r} does not exist on XLA devices; leave it out, and XLAConfig("
                     "shard_parameters=True) is what is left of these options"
                 )
+        experts = facts.parallelism.ep_handler
+        if experts is not None and experts.capacity_factor is not None:
+            raise ConfigError(f"ep_handler={experts} does not exist on XLA devices; nearest: ep_handler=None")
         config = XLAConfig(shard_parameters=self.sharding_strategy is not ShardingLevel.NO_SHARD)
         found = config.resolve(facts)
         return replace(found, reasons=(f"{type(self).__name__} means {type(config).__name__} on {facts.device.type}",))

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -13,6 +13,7 @@ from accel_backends.ops.dtensor import is_dtensor, over_axes
 from accel_backends.parallel.axes import ModelAxes, SequenceAxis
 from accel_backends.roles.layout import ReplicatedLayout
 from accel_state.parallelism.config import ParallelismConfig
+from accel_state.process_group.single_process_group import SingleProcessGroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +60,7 @@ class ShardingMesh:
         self._axes: dict[str, DeviceMesh] = {}
         self._every: DeviceMesh | None = None
         self._divided: DeviceMesh | None = None
-        self._owns_group = False
+        self._group = SingleProcessGroup(session.device)
 
     @property
     def mesh(self) -> "DeviceMesh":
@@ -70,7 +71,7 @@ class ShardingMesh:
         if self._mesh is None:
             from torch.distributed.device_mesh import init_device_mesh
 
-            self._ensure_group()
+            self._group.open()  # torch shards over process groups only
             names, shape = self._data_axes(self.degrees[1])
             device = self._session.device.type
             if self.tensor_size == 1:
@@ -92,7 +93,7 @@ class ShardingMesh:
         if name not in self._axes:
             from torch.distributed.device_mesh import init_device_mesh
 
-            self._ensure_group()
+            self._group.open()
             assert self.sequence is not None
             size = self.sequence.size
             shape = prod(self.degrees) // size, size, self.tensor_size
@@ -127,12 +128,7 @@ class ShardingMesh:
         """Drops the mesh, and destroys the process group of a single process."""
         self._mesh = self._every = self._divided = None
         self._axes.clear()
-        if self._owns_group:
-            import torch.distributed as dist
-
-            self._owns_group = False
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        self._group.close()
 
     def _data_axes(self, shards: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Names and sizes of the data-parallel axes, where each replica has so many shards."""
@@ -152,7 +148,7 @@ class ShardingMesh:
         if self._divided is None:
             from torch.distributed.device_mesh import DeviceMesh
 
-            self._ensure_group()
+            self._group.open()
             sequences = self.expert_shards // self._data_shards
             ranks = torch.arange(prod(self.degrees) * self.tensor_size)
             ranks = ranks.view(self.degrees[0], self._data_shards, self.expert_size, sequences, self.tensor_size)
@@ -162,15 +158,6 @@ class ShardingMesh:
             ordered = ranks.transpose(2, 3).reshape(shape)
             self._divided = DeviceMesh(self._session.device.type, ordered, mesh_dim_names=every)
         return self._divided[names], self._divided["ep"]
-
-    def _ensure_group(self) -> None:
-        """Opens a process group of one process if there is none, because torch shards over process groups only."""
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            backend = self._session.device.collective_backend
-            dist.init_process_group(backend, store=cast(Any, dist).HashStore(), rank=0, world_size=1)
-            self._owns_group = True
 
 
 @final

@@ -17,6 +17,7 @@ from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS, FUSED_ON_FULL,
 from accel_backends.private import accumulation_hooks
 from accel_precision.policy import dtype_name
 from accel_state.errors import PrepareError
+from accel_state.pytree.composite import is_composite
 
 # Packages with optimizers that step on a GPU only.
 _ON_DEVICE_ONLY = ("apex", "bitsandbytes")
@@ -69,17 +70,15 @@ def _check_layouts(model: nn.Module, units: Units) -> None:
     bitsandbytes compute with attributes of the weight, which shards do not have, and 4-bit ones with scales of the
     layer.
     """
-    from torch.distributed.tensor import DTensor
-
     for name, parameter in _sharded_parameters(model, units):
-        gathers = isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather")
+        gathers = hasattr(parameter, "fsdp_pre_all_gather")
         kind, package = type(parameter).__name__, type(parameter).__module__.partition(".")[0]
         if _of_4bit(parameter) and getattr(parameter, "quant_state", None) is None:
             raise PrepareError(
                 f"{name} of {type(innermost(model)).__name__} is {kind} of {package} without scales: it was never "
                 "quantized; load it on every rank before prepare, by load_and_quantize_model"
             )
-        if (hasattr(parameter, "__tensor_flatten__") and not gathers) or hasattr(parameter, "SCB"):
+        if (is_composite(parameter) and not gathers) or hasattr(parameter, "SCB"):
             raise PrepareError(
                 f"{name} of {type(innermost(model)).__name__} is an {kind} of {package}, which cannot be cut into "
                 f"shards; nearest: ignored_modules with {_not_sharded(name)}"

@@ -34,11 +34,11 @@ from accel_backends.fsdp.validate import (
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.fsdp1.gradients import FlatGradients
 from accel_backends.fsdp1.states import MESHLESS, FlatStates, updated
-from accel_backends.fsdp1.wrap import check_ignored, check_trained, find_fsdp1, outside_units, wrapper_arguments
+from accel_backends.fsdp1.wrap import check_ignored, check_trained, outside_units, wrapper_arguments
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.dtensor import is_quantized
-from accel_backends.ops.fqn import innermost, places
+from accel_backends.ops.fqn import find_fsdp1, innermost, places
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.meta_init import Made, check_initialisers, is_meta, materialise
 from accel_backends.ops.optimizer_support import check_on_pieces

@@ -8,8 +8,8 @@ from torch import nn
 
 from accel_backends.fsdp.mesh import ShardingMesh
 from accel_backends.fsdp1.unreduced_gradients import drop_gradients, set_unreduced_gradients, unreduced_gradients
-from accel_backends.fsdp1.wrap import find_fsdp1
 from accel_backends.ops.clip import Pieces
+from accel_backends.ops.fqn import find_fsdp1
 from accel_backends.roles.gradients import ReplicatedGradients
 from accel_state.errors import BackendError
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_backends.fsdp1.wrap import find_fsdp1, first_names_of
+from accel_backends.fsdp1.wrap import first_names_of
 from accel_backends.ops.dtensor import placed_like, sharded_like
-from accel_backends.ops.fqn import innermost, named_parameters
+from accel_backends.ops.fqn import find_fsdp1, innermost, named_parameters
 from accel_backends.ops.state_dicts import STATE
 from accel_backends.roles.states import ReplicatedStates
 from accel_state.errors import BackendError, CheckpointMismatchError

@@ -1,6 +1,6 @@
-"""The ``FullyShardedDataParallel`` wrapper (FSDP1) of a model: its arguments from the options, and its discovery."""
+"""The ``FullyShardedDataParallel`` wrapper (FSDP1) of a model: its arguments from the options."""
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.outside_forward import Own
 from accel_backends.fsdp.shard import shard_dtypes
 from accel_backends.fsdp.wrap_units import Units
-from accel_backends.ops.fqn import places, wrapped_name
+from accel_backends.ops.fqn import places
 from accel_precision.policy import PrecisionPolicy
 from accel_state.errors import PrepareError
 
@@ -73,16 +73,6 @@ def _strategy(options: FSDPConfig, degrees: tuple[int, int]) -> str:
         )
     name: str = strategy.name
     return "_HYBRID_SHARD_ZERO2" if strategy is ShardingLevel.HYBRID_SHARD_ZERO2 else name
-
-
-def find_fsdp1(model: nn.Module) -> "FullyShardedDataParallel | None":
-    """Returns the outermost FSDP1 wrapper around a model; None without one."""
-    while "_fsdp_wrapped_module" not in model._modules:
-        name = wrapped_name(model)
-        if name is None:
-            return None
-        model = cast(nn.Module, model._modules[name])
-    return cast("FullyShardedDataParallel", model)
 
 
 def check_trained(root: nn.Module, units: Units) -> None:

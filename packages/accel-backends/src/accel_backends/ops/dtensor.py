@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from accel_backends.ops.fqn import places
 from accel_backends.ops.state_dicts import STATE
 from accel_backends.private import shard_of
+from accel_state.pytree.composite import is_composite
 from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def is_quantized(parameter: nn.Parameter) -> bool:
         not parameter.requires_grad
         and type(parameter) is not nn.Parameter
         and not is_dtensor(parameter)
-        and (hasattr(type(parameter), "__tensor_flatten__") or not parameter.is_floating_point())
+        and (is_composite(parameter) or not parameter.is_floating_point())
     )
 
 

@@ -5,10 +5,13 @@ called ``module``.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
 # Submodule names of wrappers: torch.compile, activation checkpointing and offload, FSDP1.
 _MARKS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -44,6 +47,16 @@ def innermost(module: nn.Module) -> nn.Module:
         assert inner is not None
         module = inner
     return module
+
+
+def find_fsdp1(model: nn.Module) -> "FullyShardedDataParallel | None":
+    """Returns the outermost FSDP1 wrapper around a model; None without one."""
+    while "_fsdp_wrapped_module" not in model._modules:
+        name = wrapped_name(model)
+        if name is None:
+            return None
+        model = cast(nn.Module, model._modules[name])
+    return cast("FullyShardedDataParallel", model)
 
 
 def places(model: nn.Module) -> Iterator[ParameterPlace]:

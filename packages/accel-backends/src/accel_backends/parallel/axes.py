@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_backends.ops.dtensor import is_dtensor
 from accel_backends.ops.meta_init import is_meta
-from accel_backends.parallel.capacity import Capacity
+from accel_backends.parallel.capacity import capacity_of
 from accel_state.errors import PrepareError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class ModelAxes:
     an expert-parallel rank's experts.
 
     Attributes:
-        capacity: capacity of the experts of all models; None: they compute every choice, or are not divided.
+        capacity: capacity of the experts of all models, divided or not; None: they compute every choice.
     """
 
     def __init__(self, run: "Run", mesh: "Callable[[str], DeviceMesh]", *, shards: int = 1) -> None:
@@ -69,9 +69,7 @@ class ModelAxes:
         self._tensor, self._sequence = run.parallelism.size("tp"), SequenceAxis.of(run.parallelism)
         self._expert = run.parallelism.size("ep")
         self._inputs: SequenceInputs | None = None
-        options = run.parallelism.ep_handler
-        factor = None if options is None else options.capacity_factor
-        self.capacity = None if factor is None else Capacity(factor)
+        self.capacity = capacity_of(run.parallelism)
 
     @property
     def inputs(self) -> "SequenceInputs | None":
@@ -97,8 +95,7 @@ class ModelAxes:
         """Numbers of dropped and of all choices of experts (int64, 2) since the last call; None without a capacity."""
         if self.capacity is None:
             return None
-        counts = self.capacity.take_counts()
-        return torch.zeros(2, dtype=torch.int64, device=device) if counts is None else counts
+        return self.capacity.take_counts_on(device)
 
     def check(self, model: nn.Module) -> None:
         """Refuses a model that the axes cannot compute, before any change; without communication.
@@ -111,6 +108,10 @@ class ModelAxes:
 
             self._check_values(model, f"ep_size={self._expert}")
             check_expert_parallel(model, self._expert, shards=self._shards)
+        elif self.capacity is not None:
+            from accel_backends.parallel.expert_parallel import check_bounded_experts
+
+            check_bounded_experts(model)
         if self._tensor > 1:
             from accel_backends.parallel.tensor_parallel import check_tensor_parallel
 
@@ -153,6 +154,10 @@ class ModelAxes:
                 return full
 
             apply_expert_parallel(model, self._mesh("ep"), values=values, capacity=self.capacity)
+        elif self._expert == 1 and self.capacity is not None:
+            from accel_backends.parallel.expert_parallel import bound_experts
+
+            bound_experts(model, self.capacity)
         if called and (self._expert > 1 or self._sequence is not None):
             from accel_backends.parallel.router_loss import sum_router_loss
 

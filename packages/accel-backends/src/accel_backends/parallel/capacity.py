@@ -2,9 +2,12 @@
 
 import math
 from fractions import Fraction
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
+
+if TYPE_CHECKING:
+    from accel_state.parallelism.config import ParallelismConfig
 
 
 @final
@@ -46,6 +49,17 @@ class Capacity:
         """Numbers of dropped and of all choices on this rank (int64, 2) since the last call; None without a forward."""
         counts, self._counts = self._counts, None
         return counts
+
+    def take_counts_on(self, device: torch.device) -> torch.Tensor:
+        """As ``take_counts``, and zeros on ``device`` without a forward, so that ranks can sum the counts."""
+        counts = self.take_counts()
+        return torch.zeros(2, dtype=torch.int64, device=device) if counts is None else counts
+
+
+def capacity_of(parallelism: "ParallelismConfig") -> Capacity | None:
+    """Capacity that the options of the expert-parallel axis give; None: experts compute every choice."""
+    options = parallelism.ep_handler
+    return None if options is None or options.capacity_factor is None else Capacity(options.capacity_factor)
 
 
 def count_choices(chosen: torch.Tensor, experts: int) -> torch.Tensor:

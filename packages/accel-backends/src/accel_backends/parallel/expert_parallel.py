@@ -71,6 +71,29 @@ def apply_expert_parallel(
     return list(found)
 
 
+def bound_experts(model: nn.Module, capacity: Capacity) -> list[str]:
+    """Bounds the choices that undivided experts compute while they train, in place; returns the names of their modules.
+
+    Each rank has all experts and applies the bound to its own tokens, so that it drops the choices that it would drop
+    with divided experts, without communication. Modules of experts are those of ``apply_expert_parallel``; a part of a
+    model may have none.
+    """
+    found = find_experts(model)
+    for module in found.values():
+        _bound(module, capacity)
+    return list(found)
+
+
+def check_bounded_experts(model: nn.Module) -> None:
+    """Refuses a model without experts, to which a capacity would mean nothing; without communication.
+
+    Raises:
+        PrepareError: no module of experts.
+    """
+    if not find_experts(model):
+        raise PrepareError(f"{_no_experts(model)}; nearest: ep_handler=None")
+
+
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of experts by name, in the order of ``named_modules``, before and after they are divided."""
     return {name: module for name, module in model.named_modules() if _is_experts(module)}
@@ -86,10 +109,7 @@ def check_expert_parallel(model: nn.Module, size: int, *, shards: int = 1) -> No
     """
     found = find_experts(model)
     if not found:
-        raise PrepareError(
-            f"{type(model).__name__} has no module of experts: parameters whose first dim is num_experts, and a "
-            f"forward of {', '.join(_ARGUMENTS)}; nearest: ep_size=1"
-        )
+        raise PrepareError(f"{_no_experts(model)}; nearest: ep_size=1")
     for name, module in found.items():
         _check_experts(module, name, size)
         for own, parameter in module.named_parameters(recurse=False):
@@ -98,6 +118,13 @@ def check_expert_parallel(model: nn.Module, size: int, *, shards: int = 1) -> No
                     f"{name}.{own} of shape {tuple(parameter.shape)} has no dim that divides into {shards} shards "
                     f"after its experts are divided among {size} ranks; nearest: dp_shard_size=1"
                 )
+
+
+def _no_experts(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} has no module of experts: parameters whose first dim is num_experts, and a forward of "
+        f"{', '.join(_ARGUMENTS)}"
+    )
 
 
 def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard]:
@@ -183,6 +210,28 @@ def _exchange(module: nn.Module, mesh: DeviceMesh, *, average: bool, capacity: C
     module.forward = MethodType(untraced(forward), module)
 
 
+def _bound(module: nn.Module, capacity: Capacity) -> None:
+    """Replaces the forward by one that gives the forward of the class the choices that the capacity keeps."""
+
+    def forward(
+        layer: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        def compute(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            if not len(rows):
+                return _linked(rows, list(layer.parameters(recurse=False)))
+            outputs: torch.Tensor = type(layer).forward(layer, rows, experts[:, None], rows.new_ones(len(rows), 1))
+            return outputs
+
+        if not layer.training:
+            full: torch.Tensor = type(layer).forward(layer, hidden_states, top_k_index, top_k_weights)
+            return full
+        experts = cast(int, layer.num_experts)
+        kept = capacity.kept(top_k_index, experts)
+        return routed(hidden_states, top_k_index, top_k_weights, compute, local_experts=experts, group=None, kept=kept)
+
+    module.forward = MethodType(untraced(forward), module)
+
+
 def routed(
     hidden: torch.Tensor,
     index: torch.Tensor,
@@ -190,7 +239,7 @@ def routed(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     *,
     local_experts: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum over each token's chosen experts, wherever these are; differentiable.
@@ -201,26 +250,31 @@ def routed(
         weights: weight of each choice.
         compute: outputs of this rank's experts for rows of any rank, given their experts, counted on this rank.
         local_experts: number of experts of each rank.
-        group: expert-parallel group.
+        group: expert-parallel group; None: this rank has all experts, and nothing is sent.
         kept: which choices count (bool, tokens x choices), the others contribute zero; None: all.
 
-    Collective: every rank of the group must call this.
+    Collective: every rank of the group must call this, if there is one.
     """
-    size, choices = dist.get_world_size(group), index.shape[-1]
+    size, choices = 1 if group is None else dist.get_world_size(group), index.shape[-1]
     every = size * local_experts
     chosen = index.flatten() if kept is None else index.where(kept, every).flatten()  # choices that do not count, last
     sent = count_choices(chosen, every + 1)[:every]
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    to, source = torch.stack([sent, received]).view(2, size, local_experts).sum(2).tolist()
-    order = torch.argsort(chosen, stable=True)[: sum(to)]
-    rows = exchange_rows(hidden[order // choices], to, source, group)
-    experts = (
-        torch.arange(local_experts, device=index.device)
-        .repeat(size)
-        .repeat_interleave(received, output_size=sum(source))
-    )
-    outputs = exchange_rows(compute(rows, experts), source, to, group)
+    sorted_choices = torch.argsort(chosen, stable=True)
+    if group is None:
+        order = sorted_choices[: int(sent.sum())]
+        outputs = compute(hidden[order // choices], chosen[order])
+    else:
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        to, source = torch.stack([sent, received]).view(2, size, local_experts).sum(2).tolist()
+        order = sorted_choices[: sum(to)]
+        rows = exchange_rows(hidden[order // choices], to, source, group)
+        experts = (
+            torch.arange(local_experts, device=index.device)
+            .repeat(size)
+            .repeat_interleave(received, output_size=sum(source))
+        )
+        outputs = exchange_rows(compute(rows, experts), source, to, group)
     weighted = outputs * weights.flatten()[order, None].to(outputs.dtype)
     # Each choice has a row, so that the sum has one order: atomic additions would let replicas of a rank differ.
     placed = hidden.new_zeros(index.numel(), hidden.shape[-1]).index_copy(0, order, weighted.to(hidden.dtype))

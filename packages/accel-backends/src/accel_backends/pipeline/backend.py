@@ -25,6 +25,7 @@ from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.optimizer_support import check_on_shards, holds_any
 from accel_backends.ops.state_dicts import PARAMS, names_stored
 from accel_backends.parallel.axes import ModelAxes
+from accel_backends.parallel.common_calls import CommonCalls
 from accel_backends.parallel.pipeline.causal_lm import CausalLM
 from accel_backends.parallel.pipeline.pipeline import Pipeline, StagePlan
 from accel_backends.parallel.pipeline.ranges import balanced_ranges, given_ranges, stages_of_rank
@@ -193,6 +194,7 @@ class PipelineBackend(ModuleBackend):
             self.place(model)
         shards = self._shard(whole, plan_of_stage(places, model), bundle)
         tied = self._tied(whole, plan)
+        experts = None if self._mesh.experts is None else self._mesh.axis("ep").get_group()
         made = PipelinedModel(
             model,
             Pipeline(stages, plan),
@@ -201,7 +203,8 @@ class PipelineBackend(ModuleBackend):
             tied=tied,
             shards=shards,
             sequences=self._axes.inputs,
-            experts=None if self._mesh.experts is None else self._mesh.axis("ep").get_group(),
+            experts=experts,
+            calls=CommonCalls(self.run, type(model).__name__, needed=() if experts is None else _others(experts)),
         )
         made.train(model.training)
         self._models.add(made)
@@ -285,6 +288,11 @@ def _reducing(model: PipelinedModel, value: bool) -> Iterator[None]:
         yield
     finally:
         model.reduced = before
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of a group, as the run numbers them."""
+    return [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
 
 
 def _group_names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

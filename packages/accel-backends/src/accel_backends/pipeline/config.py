@@ -52,6 +52,11 @@ class PipelineParallelConfig(BackendConfig):
         if self.outputs not in ("all", "last"):
             raise ConfigError(f"outputs is {self.outputs!r}; expected 'all' or 'last'")
 
+    @property
+    def bounds_experts(self) -> bool:
+        """Yes."""
+        return True
+
     @classmethod
     def serves(cls, axes: Collection[str]) -> bool:
         """Whether ``axes`` has the pipeline's axis, and no axis beside it that pipelines do not compose with."""

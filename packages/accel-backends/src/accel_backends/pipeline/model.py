@@ -14,6 +14,7 @@ from torch import nn
 
 from accel_backends.ops.dtensor import local_of
 from accel_backends.ops.fqn import WRAPS
+from accel_backends.parallel.common_calls import CommonCalls
 from accel_backends.parallel.pipeline.pipeline import ARGUMENTS, Pipeline
 from accel_backends.parallel.pipeline.router_sums import RouterSums
 from accel_backends.parallel.pipeline.shards import StageShards
@@ -74,7 +75,7 @@ class PipelinedModel(nn.Module):
         unreduced: whether a backward has added gradients that are not averaged yet.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a rank has of one model
         self,
         module: nn.Module,
         pipeline: Pipeline,
@@ -85,11 +86,12 @@ class PipelinedModel(nn.Module):
         shards: StageShards | None = None,
         sequences: SequenceInputs | None = None,
         experts: dist.ProcessGroup | None = None,
+        calls: CommonCalls,
     ) -> None:
         super().__init__()
         self.module = module
         self.pipeline, self.tied, self.shards, self.sequences = pipeline, tied, shards, sequences
-        self.experts = experts
+        self.experts, self._calls = experts, calls
         self.reduced, self.unreduced = True, False
         self._config, self._loss_scale = config, loss_scale
         self.__dict__[WRAPS] = "module"
@@ -102,16 +104,19 @@ class PipelinedModel(nn.Module):
         Raises:
             BackendError: the batch does not divide into micro-batches, there is no loss in training, or only some ranks
                 have labels.
-            CollectiveError: the first two on other ranks.
+            CollectiveError: the first two on other ranks; or one of the following that began its call before.
+            CollectiveMismatchError: some ranks compute gradients and others do not, or some have labels for their shard
+                of sequences in an evaluation.
 
         Collective: every rank of the group must call this.
         """
         given = named_arguments(self.module, args, kwargs)
         gradients, labelled = torch.is_grad_enabled(), self._has_labels(given)
         known = labelled or self._config.loss_fn is not None
-        if gradients and not self.training and self._config.loss_fn is None:
-            self.pipeline.agree_on_labels(labelled)  # otherwise some ranks would train and others evaluate
-        output = self._trained(given) if gradients and (self.training or known) else self._evaluated(given)
+        with self._calls.call(given, trains=self.training):
+            if gradients and not self.training and self._config.loss_fn is None:
+                self.pipeline.agree_on_labels(labelled)  # otherwise some ranks would train and others evaluate
+            output = self._trained(given) if gradients and (self.training or known) else self._evaluated(given)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def _divided(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[float], tuple[int, int]]:

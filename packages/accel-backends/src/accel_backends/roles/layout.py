@@ -5,8 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from accel_backends.core.run import Run
+from accel_backends.parallel.capacity import capacity_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,6 +26,7 @@ class ReplicatedLayout:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._capacity = capacity_of(run.parallelism)
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -67,9 +70,27 @@ class ReplicatedLayout:
     def take_choices(self) -> torch.Tensor | None:
         """Numbers of dropped and of all choices of experts on this rank (int64, 2) since the last call.
 
-        Default: None, no choice is dropped.
+        None: experts have no capacity. Default: those that ``bound_experts`` counts.
         """
-        return None
+        return None if self._capacity is None else self._capacity.take_counts_on(self.run.session.device.torch)
+
+    def check_experts(self, model: nn.Module) -> None:
+        """Refuses a model without experts, if the run's options give these a capacity; without communication.
+
+        Raises:
+            PrepareError: the model has no experts.
+        """
+        if self._capacity is not None:
+            from accel_backends.parallel.expert_parallel import check_bounded_experts
+
+            check_bounded_experts(model)
+
+    def bound_experts(self, model: nn.Module) -> None:
+        """Bounds the choices that a model's experts compute in training, in place, if these have a capacity."""
+        if self._capacity is not None:
+            from accel_backends.parallel.expert_parallel import bound_experts
+
+            bound_experts(model, self._capacity)
 
     def sharded_buffers(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: Collection[torch.Tensor] = ()

@@ -12,6 +12,7 @@ import torch
 from accel_ckpt.format.shard_layout import Layout, Split, layout_left_to_right, layout_of, local_shape, whole
 from accel_ckpt.private import shard_of
 from accel_state.errors import CheckpointError
+from accel_state.pytree.composite import is_composite
 
 # dtype codes of safetensors headers (its specification); other dtypes are stored as bytes, see safetensors_file.py.
 CODES = {
@@ -232,7 +233,7 @@ def _check(key: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
         raise CheckpointError(f"{key} is a nested tensor; save its parts (.unbind()) or .to_padded_tensor()")
     if local.layout != torch.strided:
         raise CheckpointError(f"{key} has layout {local.layout}; a checkpoint holds dense tensors (use .to_dense())")
-    if hasattr(kind, "__tensor_flatten__"):
+    if is_composite(local):
         raise CheckpointError(
             f"{key} is a {kind.__module__}.{kind.__qualname__}, a tensor made of others; save the tensors inside it"
         )

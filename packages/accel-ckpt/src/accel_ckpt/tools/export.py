@@ -22,6 +22,7 @@ from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.rank_group import RankGroup
 from accel_ckpt.tools.hub_files import INDEX
 from accel_state.errors import CheckpointError
+from accel_state.pytree.composite import is_composite
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -295,7 +296,7 @@ def _without_ties(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Te
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{key} is a {type(tensor).__qualname__}; an export holds tensors only")
         kind = type(tensor)
-        if hasattr(kind, "__tensor_flatten__") and as_dtensor(tensor) is None:
+        if is_composite(tensor):
             raise CheckpointError(
                 f"{key} is a {kind.__module__}.{kind.__qualname__}, a tensor made of others, which a safetensors file "
                 "does not hold; nearest: save_state, or an export of the other tensors alone"

@@ -3,9 +3,10 @@
 import argparse
 from typing import Any
 
-from accel.cli.estimate import BITS, DEFAULTS, estimate
+from accel.cli.estimate import DEFAULTS
 from accel_compat.commands.argument_parser import parser_of, words_of
 from accel_compat.commands.command_line import run_command
+from accel_planner.profile.model_sizes import BITS, estimated
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -64,7 +65,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     """One row for each dtype: its name, bytes of the largest layer, bytes of the model, bytes of training by part."""
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     sizes = {name: (one.numel(), one.is_floating_point()) for name, one in model.state_dict().items()}
-    rows = estimate(sizes, args.dtypes)
+    rows = estimated(sizes, args.dtypes)
     return [[row["dtype"], row["largest_layer"], row["total"], row["training"]] for row in rows]
 
 

@@ -224,6 +224,7 @@ class PreparingMethods:
             return model
         if not evaluation_mode:
             check_quantized(model)
+        load_scales(model)
         bundle = self._backend.prepare(
             Bundle(models=[model], place=(self._placed(model, device_placement),), training=not evaluation_mode)
         )

@@ -1,6 +1,7 @@
 """AutoTP: layers are split by rows or columns over a tensor-parallel group of neighbouring ranks."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_deepspeed.config.consistency import LAYERS, check_groups, largest_divisor
-from accel_deepspeed.private import has_tensor_parallel_groups, open_tensor_parallel_groups
+from accel_deepspeed.private import open_tensor_parallel_groups
 from accel_deepspeed.tensor_parallel.shards import NOTE, is_cut
 from accel_state.errors import BackendError, PrepareError
 
@@ -67,7 +68,10 @@ class Layers:
         """
         from deepspeed.utils import groups
 
-        found = int(groups.get_tensor_model_parallel_world_size()) if has_tensor_parallel_groups() else self.size
+        found = self.size
+        with suppress(AssertionError):  # that there are no groups; under ``python -O`` the group is None
+            if groups.get_tensor_model_parallel_group() is not None:
+                found = int(groups.get_tensor_model_parallel_world_size())
         if found != self.size:
             raise BackendError(
                 f"{LAYERS}={self.size}, and engines of this process have tensor-parallel groups of {found} ranks, "

@@ -70,8 +70,8 @@ class Gradients(ABC):
         self.watchers: OrderedDict[int, Keep] = OrderedDict()
         # Norm to which the next step clips, and the norm measured at that call; None: no clip is pending.
         self._clip: tuple[float, torch.Tensor] | None = None
-        # Object, method name, and the method's result for the settled gradients, which the step reuses.
-        self._done: tuple[Any, str, Any] | None = None
+        # Object, method name, and a function that returns the method's results for the settled gradients again.
+        self._done: tuple[Any, str, Callable[..., Any]] | None = None
         self.order: ReductionOrder | None = None
         # Number of ranks that have a gradient of each parameter, if it was all-reduced together with other values.
         self._everywhere: torch.Tensor | None = None
@@ -238,7 +238,7 @@ class Gradients(ABC):
         absent = self.absent()
         done = self._done
         if done is not None:
-            setattr(done[0], done[1], lambda: done[2])
+            setattr(*done)
         self.at_boundary(True)
         left_out = nullcontext() if self.left_out is None else self.left_out.around(absent)
         try:

@@ -77,7 +77,7 @@ class WholeGradients(Gradients):
             super().clip(max_norm, norm)
             return
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
-        self._done = self.engine, "clip_fp32_gradients", None
+        self._done = self.engine, "clip_fp32_gradients", lambda: None
 
     def held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Returns full gradients: this rank's unreduced ones, or the mean after the reduction."""

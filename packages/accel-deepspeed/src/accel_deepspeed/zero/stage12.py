@@ -166,7 +166,7 @@ class PartitionedGradients(Gradients):
         function takes a dozen operations for each parameter, which costs more than the rest of a step's bookkeeping.
         """
         norm = self._norm_of_parts() if self._alike else self.optimizer.scaled_global_norm()
-        self._done = self.optimizer, "scaled_global_norm", norm
+        self._done = self.optimizer, "scaled_global_norm", lambda: norm
         return norm
 
     @property

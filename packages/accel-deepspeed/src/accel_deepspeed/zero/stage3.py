@@ -6,11 +6,13 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from accel_deepspeed.private import measured_norms
 from accel_deepspeed.zero.gather_order import Gathers
 from accel_deepspeed.zero.gradients import Gradients
 from accel_deepspeed.zero.partitions import Partitions
 from accel_deepspeed.zero.reduction_order import ReductionOrder
+
+# The methods by which a step measures the norm of a group, in host memory and on the device.
+_ON_HOST, _HERE = "complete_grad_norm_calculation_for_cpu_offload", "get_grad_norm_direct"
 
 
 @final
@@ -94,11 +96,19 @@ class ShardedGradients(Gradients):
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def scaled_norm(self) -> Any:
-        """Returns DeepSpeed's own norm, over the partitions of all ranks."""
+        """Returns DeepSpeed's own norm, over the partitions of all ranks; the step reuses the norms of its groups."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        norms, name = measured_norms(self.optimizer)
-        self._done = None if name is None else (self.optimizer, name, norms)
+        optimizer = self.optimizer
+        if self.offload:
+            name, norms = _ON_HOST, [getattr(optimizer, _ON_HOST)(group) for group in optimizer.fp16_groups]
+        else:
+            measure, held = getattr(optimizer, _HERE), optimizer.averaged_gradients
+            name, norms = _HERE, [measure(held[index], group) for index, group in enumerate(optimizer.fp16_groups)]
+        again = iter(norms)
+        # A step multiplies the norms of Muon's updates by the loss scale.
+        reuse = self.loss_scale == 1.0 or not optimizer.use_muon
+        self._done = (optimizer, name, lambda *_: next(again)) if reuse else None
         if len(norms) > 1:
             return combine_grad_norm_groups(norms)
         norm = torch.as_tensor(norms[0])

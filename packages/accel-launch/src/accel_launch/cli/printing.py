@@ -4,6 +4,10 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def print_json(value: object) -> None:
@@ -12,12 +16,27 @@ def print_json(value: object) -> None:
     print()
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, dimmed: Sequence[bool] = ()) -> None:
-    """Prints rows under headings; a column whose heading ends in ``>`` is right-aligned.
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    dimmed: Sequence[bool] = (),
+    width: int | None = None,
+) -> None:
+    """Prints rows under headings, in ``width`` columns of text at most (None: those of the terminal).
+
+    See ``table_of`` for the other arguments.
+    """
+    from rich.console import Console
+
+    Console(highlight=False, width=width).print(table_of(columns, rows, dimmed=dimmed))
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]], *, dimmed: Sequence[bool] = ()) -> "Table":
+    """Returns the table of rows under headings; a column whose heading ends in ``>`` is right-aligned.
 
     ``dimmed`` marks the rows that matter less.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -27,7 +46,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, dim
     for number, row in enumerate(rows):
         style = "dim" if number < len(dimmed) and dimmed[number] else None
         table.add_row(*(Text(str(cell)) for cell in row), style=style)
-    Console(highlight=False).print(table)
+    return table
 
 
 def outlined(name: str, value: object, indent: str = "") -> list[str]:

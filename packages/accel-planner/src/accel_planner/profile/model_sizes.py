@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Sizes = Mapping[str, tuple[int, bool]]
 """For each tensor by name: number of elements, and whether it is floating-point."""
+BITS: Mapping[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+"""Dtypes of ``estimated``, and bits of an element in each."""
+_TRAINED = ("float32", "float16", "bfloat16")
 
 
 def sizes_of(model: str, library: str | None, trust: bool) -> tuple[str, Sizes]:
@@ -41,6 +44,25 @@ def sizes_of(model: str, library: str | None, trust: bool) -> tuple[str, Sizes]:
         f"{model!r} is no folder, no .safetensors file and no module:build. Models of a hub are not downloaded here: "
         "download it first and name its folder"
     )
+
+
+def estimated(sizes: Sizes, dtypes: Iterable[str]) -> list[dict[str, Any]]:
+    """One row for each dtype: bytes of the largest layer, of the model, and of training it; pure.
+
+    A layer is an entry of a list (a name with one number), or otherwise a module.
+    """
+    layers: dict[str, int] = {}
+    for name, (numel, _) in sizes.items():
+        layers[_layer(name)] = layers.get(_layer(name), 0) + numel
+    total, largest = sum(numel for numel, _ in sizes.values()), max(layers.values(), default=0)
+    rows: list[dict[str, Any]] = []
+    for dtype in dtypes:
+        size = total * BITS[dtype] // 8
+        training = None
+        if dtype in _TRAINED:
+            training = {"model": size, "gradients": size, "optimizer": 2 * size, "step": 4 * size}
+        rows.append({"dtype": dtype, "largest_layer": largest * BITS[dtype] // 8, "total": size, "training": training})
+    return rows
 
 
 def described_module(model: str, trust: bool) -> Any:
@@ -115,3 +137,9 @@ def transformers_model(path: Path, trust: bool, *, head: bool = True) -> "nn.Mod
             return model
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: transformers cannot build the model: {error}") from error
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    place = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+    return ".".join(parts[: place + 1] if place is not None else parts[:-1])

@@ -93,6 +93,7 @@ class ExpertParallelConfig:
 
     ``capacity_factor`` bounds the choices that each expert computes of one rank's micro-batch, while the model trains:
     the factor times their mean number over the experts, rounded up. Further choices are dropped. None: none is dropped.
+    It holds for divided experts, and with ``ep_size=1`` for those that each rank has all of.
 
     Raises:
         ConfigError: ``capacity_factor`` is no finite number above 0.

@@ -55,7 +55,7 @@ class ParallelismConfig:
     A size of None is read from ``PARALLELISM_CONFIG_<NAME>_SIZE`` (default 1), a backend of None from
     ``PARALLELISM_CONFIG_CP_BACKEND`` ("torch") and ``..._SP_BACKEND`` ("deepspeed"), whose defaults stand for any
     backend that serves the axis. The handlers hold the options of an axis; a missing handler is created with its
-    defaults if the size of its axis is above 1.
+    defaults if the size of its axis is above 1. The capacity of ``ep_handler`` bounds undivided experts, too.
 
     Raises:
         ConfigError: a size below 1, a handler of the wrong type, or sizes that exclude each other.
@@ -352,9 +352,4 @@ def _check_together(config: ParallelismConfig) -> None:
     if config.cp_enabled and config.sp_enabled:
         raise ConfigError(
             f"cp_size={config.cp_size} and sp_size={config.sp_size} are mutually exclusive: both split the sequence"
-        )
-    if not config.ep_enabled and getattr(config.ep_handler, "capacity_factor", None) is not None:
-        raise ConfigError(
-            f"ep_size=1 with {config.ep_handler}: experts of one rank have no capacity; nearest: ep_handler=None, or "
-            "ep_size=2"
         )

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 from accel_state.errors import AccelError, CollectiveError, CollectiveMismatchError, is_relayed
 from accel_state.private import backends_by_device
 from accel_state.watchdog import decorator as active
+from accel_state.watchdog.call_record import FREED, difference, failures, problem
 from accel_state.watchdog.diagnosis import (
     REMARKABLE,
     STALLED,
@@ -154,6 +156,21 @@ class Watchdog:
             self.record.leave()
             raise CollectiveMismatchError(problem)
 
+    def begin_call(self, ranks: Sequence[int], kind: str, needed: Sequence[int] = ()) -> None:
+        """Records a call that all of ``ranks`` (of the watchdog's group) make together, and compares its kind.
+
+        Ranks that wait in a call of another kind, or for one of ``needed`` that failed, are freed by their watchdogs.
+
+        Raises:
+            CollectiveMismatchError: a rank has begun this call with another kind; names the kinds and their ranks.
+        """
+        if threading.get_ident() == self.main:
+            call = self.record.calls.begin(ranks, kind, needed)
+            differs = difference(call, self._rank, self._peers.calls(call))
+            if differs is not None:
+                self.record.calls.end()  # the others read it nevertheless
+                raise CollectiveMismatchError(differs)
+
     def compare_machines(self) -> None:
         """Enables ``compare`` between ranks of several machines, if there are several.
 
@@ -186,6 +203,10 @@ class Watchdog:
             return
         deadline = time.monotonic() + _SEARCH
         found = self._finding
+        if found is None and (call := self.record.calls.current) is not None:
+            others = self._peers.calls(call)
+            text = difference(call, self._rank, others) or failures(others)
+            found = None if text is None else Diagnosis((), text, final=True)
         while found is None and time.monotonic() < deadline and not self._closed.is_set():
             # Before all ranks have registered, the diagnosis would blame a registered rank for one that is still
             # missing.
@@ -248,6 +269,7 @@ class Watchdog:
             if states[0].life in ("left", "dead"):
                 self._alone.set()
             own = states[self._rank]
+            self._compare_calls(own)
             if own.waiting >= STALLED:
                 self._examine(states)
             else:
@@ -294,6 +316,17 @@ class Watchdog:
             self._patience *= 2
             if speaks:
                 _say(f"{found.text}\n  (it may still come; this is said again after {self._patience:.0f} s)")
+
+    def _compare_calls(self, own: RankState) -> None:
+        """Ends the wait of this rank in a call that another rank makes in another way, or cannot finish."""
+        call = self.record.calls.current
+        if call is None or self._finding is not None:
+            return
+        text = problem(call, self._rank, self._peers.calls(call), waits=own.idle >= STALLED)
+        if text is not None:
+            self.record.calls.fail(FREED + text)
+            self._finding = Diagnosis((), text, final=True)
+            self._end(self._finding, speaks=True)
 
     def _end(self, found: Diagnosis, *, speaks: bool) -> None:
         """Makes the collective that this rank waits in fail; ends the process if it stays in that collective.

@@ -16,6 +16,8 @@ from types import CodeType, FrameType
 from typing import final
 from zlib import crc32
 
+from accel_state.watchdog.call_record import CALLS_SIZE, CallRecord
+
 SLOTS, _TEXT = 32, 232
 _HEADER = struct.Struct("<16sQQQQH")
 """Token, number of the newest entry, time of the last heartbeat, CPU time then, begin of a wait for the device
@@ -32,7 +34,8 @@ _SHARED = struct.Struct("<QQ")
 _SHARED_SLOTS = 64
 _SHARED_AT = _HEADER.size + _BEAT_TEXT
 _SLOTS_AT = _SHARED_AT + _SHARED_SLOTS * _SHARED.size
-SIZE = _SLOTS_AT + SLOTS * _SLOT
+CALLS_AT = _SLOTS_AT + SLOTS * _SLOT
+SIZE = CALLS_AT + CALLS_SIZE
 _SEPARATOR = "\x1f"
 
 
@@ -103,6 +106,7 @@ class Record:
             self._memory = mmap.mmap(self.descriptor, SIZE)
         else:
             self._memory = mmap.mmap(-1, SIZE)
+        self.calls = CallRecord(self._memory, CALLS_AT)
         self._number = 0
         self.sequence = 0
         self.trail = self._trail_before = 0

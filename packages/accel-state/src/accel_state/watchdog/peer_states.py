@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from accel_state.process_group.torch_log import no_warnings
+from accel_state.watchdog.call_record import CommonCall, read_call
 from accel_state.watchdog.diagnosis import STALLED, Life, RankState
-from accel_state.watchdog.operation_record import SIZE, Record, RecordSnapshot, decode
+from accel_state.watchdog.operation_record import CALLS_AT, SIZE, Record, RecordSnapshot, decode
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -56,6 +57,11 @@ class Watched:
     def is_local(self) -> bool:
         """Whether the memory of the rank can be read."""
         return self.memory is not None
+
+    def call(self, call: CommonCall) -> CommonCall | None:
+        """What the rank has recorded of a call; None if it has not begun it, as far as is known."""
+        memory = self.memory if self.memory is not None else self.image
+        return None if memory is None else read_call(memory, CALLS_AT, call)
 
     @property
     def has_ended(self) -> bool:
@@ -205,6 +211,11 @@ class PeerStates:
             if who["host"] == self._me["host"] and who["descriptor"] >= 0:
                 self.watched[rank].map(who["pid"], who["descriptor"], who["token"])
             self._unknown.discard(rank)
+
+    def calls(self, call: CommonCall) -> dict[int, CommonCall]:
+        """What the other ranks have recorded of a call, by rank."""
+        found = {rank: self.watched[rank].call(call) for rank in call.ranks if rank != self._rank}
+        return {rank: one for rank, one in found.items() if one is not None}
 
     @property
     def complete(self) -> bool:

@@ -14,21 +14,20 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
-from accel.checkpoints.project_checkpoints import ProjectCheckpoints
 from accel.checkpoints.restore import Restoration, restore_local
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription
 from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_save_hooks
 from accel.checkpoints.train_state import (
     LoaderState,
-    ModelState,
-    OptimizerState,
     SideState,
     Stateful,
     TrainState,
     check_stateful,
 )
 from accel_backends.roles import unreduced_gradients as open_window
+from accel_backends.roles.prepared_states import ModelState, OptimizerState
 from accel_ckpt.saving.save_quorum import SaveQuorum
+from accel_ckpt.series.project import ProjectCheckpoints
 from accel_state.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from accel_state.watchdog.decorator import Recording, recorded
 
@@ -36,10 +35,10 @@ if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
     from accel.loop.loaders import Loaders
     from accel.prepared import PreparedObjects
-    from accel.setup.kwargs_handlers import ProjectConfiguration
     from accel.setup.run_strategy import RunStrategy
     from accel_ckpt import AsyncSaver, Checkpoint, SaveHandle
     from accel_ckpt.io.storage import Location
+    from accel_ckpt.series.project import ProjectConfiguration
     from accel_ckpt.series.save_metrics import SaveMetrics
     from accel_launch.config.model import AccelConfig
     from accel_observe.meters.observed_run import RunLog

@@ -14,8 +14,9 @@ from torch import nn
 
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, check_parts
 from accel.checkpoints.run_facts import SEED_KEY, RunDescription
-from accel.checkpoints.train_state import LoaderState, ModelState, OptimizerState, Stateful, TrainState
+from accel.checkpoints.train_state import LoaderState, Stateful, TrainState
 from accel_backends.roles import unreduced_gradients as open_window
+from accel_backends.roles.prepared_states import ModelState, OptimizerState
 from accel_backends.roles.saved_state_check import PartReport, check_keys
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
     from accel.prepared import PreparedObjects
-    from accel.setup.kwargs_handlers import ProjectConfiguration
     from accel.setup.run_strategy import RunStrategy
     from accel_ckpt.io.storage import Location
+    from accel_ckpt.series.project import ProjectConfiguration
 
 
 @final

@@ -7,17 +7,15 @@ import rich_click as click
 
 from accel_launch.cli.options import as_json
 from accel_launch.cli.printing import print_json, print_table
+from accel_planner.profile.model_sizes import BITS, estimated
 from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes
 
 if TYPE_CHECKING:
     from accel_inference.placement.inference_memory import InferenceOptions
-    from accel_planner.profile.model_sizes import Sizes
 
-BITS: Mapping[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DEFAULTS = ("float32", "float16", "int8", "int4")
-_TRAINED = ("float32", "float16", "bfloat16")
 
 
 @click.command("estimate-memory")
@@ -55,7 +53,7 @@ def estimate_memory(
 
     model, chosen = _model_and_dtypes(words, dtypes)
     title, sizes = sizes_of(model, library_name, trust_remote_code)
-    rows = estimate(sizes, chosen)
+    rows = estimated(sizes, chosen)
     if batch_size is not None and length is None:
         raise ConfigError("--batch-size is for the KV cache, which needs --length too: the tokens of a sequence")
     budgets = parse_max_memory(max_memory)
@@ -84,25 +82,6 @@ def estimate_memory(
     if options and inference:
         print_inference(inference, options)
     return 0
-
-
-def estimate(sizes: "Sizes", dtypes: Iterable[str]) -> list[dict[str, Any]]:
-    """One row for each dtype: bytes of the largest layer, of the model, and of training it; pure.
-
-    A layer is an entry of a list (a name with one number), or otherwise a module.
-    """
-    layers: dict[str, int] = {}
-    for name, (numel, _) in sizes.items():
-        layers[_layer(name)] = layers.get(_layer(name), 0) + numel
-    total, largest = sum(numel for numel, _ in sizes.values()), max(layers.values(), default=0)
-    rows: list[dict[str, Any]] = []
-    for dtype in dtypes:
-        size = total * BITS[dtype] // 8
-        training = None
-        if dtype in _TRAINED:
-            training = {"model": size, "gradients": size, "optimizer": 2 * size, "step": 4 * size}
-        rows.append({"dtype": dtype, "largest_layer": largest * BITS[dtype] // 8, "total": size, "training": training})
-    return rows
 
 
 def _model_and_dtypes(words: Iterable[str], dtypes: Iterable[str]) -> tuple[str, list[str]]:
@@ -160,9 +139,3 @@ def print_inference(rows: Iterable[Mapping[str, Any]], options: "InferenceOption
     for row in rows:
         if not row["fits"]:
             print(f"{row['dtype']}: needs more than a device has; reduce the batch size or the length")
-
-
-def _layer(name: str) -> str:
-    parts = name.split(".")
-    place = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
-    return ".".join(parts[: place + 1] if place is not None else parts[:-1])

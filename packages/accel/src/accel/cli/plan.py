@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from accel_launch.cli.options import as_json
-from accel_launch.cli.printing import print_json
+from accel_launch.cli.printing import print_json, table_of
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from accel_planner import Decision, Hardware, MemoryPlan, ModelProfile
 
 
-_PARTS = ("param", "grad", "optim", "activ", "comm")
+_PARTS = ("param>", "grad>", "optim>", "activ>", "comm>")
 _PAGE = 1000
-_COLUMNS = ("", "strategy", *_PARTS, "peak", "host", "sent", "step", "fits")
+_COLUMNS = ("", "strategy", *_PARTS, "peak>", "host>", "sent>", "step>", "fits")
 
 
 @click.command()
@@ -71,6 +71,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
     from accel_planner.candidate import named
     from accel_planner.cost.plan import candidates_on
     from accel_planner.profile.named_objects import load_function, load_object
+    from accel_planner.select import plan_document
     from accel_precision import PrecisionError, PrecisionPolicy
 
     try:
@@ -100,7 +101,7 @@ def plan(build: str, *, devices: str | None, nodes: int | None, as_json: bool, *
     except PlanError as error:
         problem = str(error)
     if as_json:
-        print_json(as_data(profile, hardware, plans, decision, problem, options["margin"]))
+        print_json(plan_document(profile, hardware, plans, decision, problem, options["margin"]))
     else:
         _show(profile, hardware, plans, decision, options["margin"])
         if problem is not None:
@@ -127,64 +128,14 @@ def _hardware(devices: str | None, nodes: int | None, options: dict[str, Any]) -
     return replace(hardware, **changes)
 
 
-def as_data(
-    profile: "ModelProfile",
-    hardware: "Hardware",
-    plans: "list[MemoryPlan]",
-    decision: "Decision | None",
-    problem: str | None,
-    margin: float,
-) -> dict[str, Any]:
-    """All results as plain data: bytes and seconds."""
-    from dataclasses import asdict
-
-    from accel_planner.select import fits
-
-    return {
-        "model": {"name": profile.name, "parameters": profile.numel, "units": len(profile.units)},
-        "precision": profile.policy.name,
-        "hardware": asdict(hardware),
-        "plans": [
-            {
-                "strategy": plan.candidate.name,
-                "backend": plan.candidate.backend,
-                "options": dict(plan.candidate.options),
-                **asdict(plan.parts),
-                "peak": plan.peak,
-                "communicated": {**asdict(plan.traffic), "total": plan.traffic.total},
-                "seconds": plan.seconds,
-                "fits": fits(plan, hardware.memory, margin),
-            }
-            for plan in plans
-        ],
-        "choice": None
-        if decision is None
-        else {
-            "strategy": decision.plan.candidate.name,
-            "reasons": list(decision.reasons),
-            "changes": list(decision.changes),
-        },
-        "problem": problem,
-        "notes": list(profile.notes),
-    }
-
-
 def _table(rows: list[tuple[str, ...]], fitting: list[bool], hidden: Sequence[str]) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
     shown = [
         number
         for number, column in enumerate(_COLUMNS)
-        if column not in hidden and (column != "host" or any(row[number] for row in rows))
+        if column not in hidden and (column != "host>" or any(row[number] for row in rows))
     ]
-    for number in shown:
-        left = _COLUMNS[number] in ("", "strategy", "fits")
-        table.add_column(_COLUMNS[number], justify="left" if left else "right", no_wrap=True)
-    for row, fit in zip(rows, fitting, strict=True):
-        table.add_row(*(Text(row[number]) for number in shown), style=None if fit else "dim")
-    return table
+    cells = [[row[number] for number in shown] for row in rows]
+    return table_of([_COLUMNS[number] for number in shown], cells, dimmed=[not fit for fit in fitting])
 
 
 def _print_rows(rows: list[tuple[str, ...]], fitting: list[bool]) -> None:
@@ -202,7 +153,7 @@ def _print_rows(rows: list[tuple[str, ...]], fitting: list[bool]) -> None:
         return
     # A terminal that is even narrower wraps the lines itself, so that no number is separated from its unit.
     Console(highlight=False, width=max(console.width, page.measure(narrow).maximum)).print(narrow)
-    print(f"({', '.join(_PARTS)}: in a terminal of {whole} columns, or with --json)")
+    print(f"({', '.join(part.rstrip('>') for part in _PARTS)}: in a terminal of {whole} columns, or with --json)")
 
 
 def _show(

@@ -3,39 +3,25 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_launch.cli.printing import print_json
+from accel_launch.cli.printing import print_json, print_table
 from accel_state.errors import ConfigError
 from accel_state.sizes import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from accel_planner.cost.axis_plan import AxisPlan
     from accel_planner.cost.hardware import Hardware
-    from accel_planner.cost.transformer_shape import TransformerShape
     from accel_planner.select_axes import AxisProposal
 
 _SHOWN = 12
 _TRACED_ONLY = {"sample": None, "loss": None, "candidates": None, "optimizer": "adamw"}
 _OFFLOADED_ONLY = ("host_memory", "host_bandwidth")
 _PRECISIONS = ("no", "bf16")
-_COLUMNS = (
-    "",
-    "degrees",
-    "param",
-    "grad",
-    "optim",
-    "activ",
-    "comm",
-    "peak",
-    "in node",
-    "between",
-    "bubble",
-    "step",
-    "fits",
-)
+_PAGE = 1000
+_SIZES = ("param>", "grad>", "optim>", "activ>", "comm>", "peak>", "in node>", "between>", "bubble>", "step>")
+_COLUMNS = ("", "degrees", *_SIZES, "fits")
 
 
 def plan_axes_of(path: Path, hardware: "Hardware", options: Mapping[str, Any], *, as_json: bool) -> int:
@@ -47,7 +33,7 @@ def plan_axes_of(path: Path, hardware: "Hardware", options: Mapping[str, Any], *
     from accel_planner.cost.axis_plan import Batching
     from accel_planner.cost.transformer_shape import TransformerShape
     from accel_planner.errors import PlanError
-    from accel_planner.select_axes import plan_axes, propose_axes
+    from accel_planner.select_axes import axes_document, plan_axes, propose_axes
 
     _check_options(path, options)
     shape = TransformerShape.from_config(_read(path))
@@ -62,7 +48,7 @@ def plan_axes_of(path: Path, hardware: "Hardware", options: Mapping[str, Any], *
         problem = str(error)
     room = int(hardware.memory * (1 - margin))
     if as_json:
-        print_json(_as_data(shape, hardware, batching, plans, proposal, problem, room))
+        print_json(axes_document(shape, hardware, batching, plans, proposal, problem, room))
         return int(problem is not None)
     print(
         f"{shape.name}: {readable_count(shape.numel)} parameters, bf16, on {hardware}, {batching.global_batch} samples"
@@ -101,47 +87,11 @@ def _read(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _as_data(
-    shape: "TransformerShape",
-    hardware: "Hardware",
-    batching: Any,
-    plans: "Sequence[AxisPlan]",
-    proposal: "AxisProposal | None",
-    problem: str | None,
-    room: int,
-) -> dict[str, Any]:
-    return {
-        "model": {**asdict(shape), "parameters": shape.numel},
-        "hardware": asdict(hardware),
-        "batch": asdict(batching),
-        "plans": [{**asdict(plan), "name": plan.name, "peak": plan.peak, "fits": plan.peak <= room} for plan in plans],
-        "choice": None if proposal is None else _choice(proposal),
-        "problem": problem,
-    }
-
-
-def _choice(proposal: "AxisProposal") -> dict[str, Any]:
-    plan = proposal.plan
-    return {
-        "name": plan.name,
-        "degrees": asdict(plan.degrees),
-        "checkpointing": plan.checkpointing,
-        "sync_each_batch": plan.sync_each_batch,
-        "reasons": list(proposal.reasons),
-    }
-
-
 def _print_table(plans: "Sequence[AxisPlan]", proposal: "AxisProposal | None", room: int) -> None:
     """Prints the fastest plans that fit, or those with the lowest peak if none does."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     fitting = [plan for plan in plans if plan.peak <= room]
     shown = (fitting or sorted(plans, key=lambda plan: plan.peak))[:_SHOWN]
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("", "degrees", "fits") else "right", no_wrap=True)
+    rows = []
     for plan in shown:
         sizes = (plan.parameters, plan.gradients, plan.optimizer, plan.activations, plan.communication, plan.peak)
         sent = (sum(plan.local.values()), sum(plan.remote.values()))
@@ -154,7 +104,7 @@ def _print_table(plans: "Sequence[AxisPlan]", proposal: "AxisProposal | None", r
             f"{plan.seconds:.3g} s",
             "yes" if plan.peak <= room else "no",
         )
-        table.add_row(*map(Text, cells))
-    Console(highlight=False, width=1000).print(table)
+        rows.append(cells)
+    print_table(_COLUMNS, rows, width=_PAGE)
     if len(plans) > len(shown):
         print(f"({len(fitting)} of {len(plans)} combinations fit; all with --json)")

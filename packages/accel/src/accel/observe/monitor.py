@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
     from accel.loop.accumulator import StepClock
-    from accel.observe.explain import Explanation
-    from accel.observe.held_memory import HeldMemory
     from accel.prepared import PreparedObjects
     from accel.setup.run_strategy import RunStrategy
     from accel_launch.config.model import AccelConfig
     from accel_observe.meters.health import LossWatch
     from accel_observe.meters.meter import Meter
     from accel_observe.meters.progress import Progress
+    from accel_observe.profiling.held_memory import HeldMemory
     from accel_observe.profiling.profiler import ProfileKwargs
+    from accel_observe.report.explanation import Explanation
     from accel_state import ParallelismConfig
 
 
@@ -110,10 +110,31 @@ class Monitor:
         return profiled(options or self._profiling or ProfileKwargs(), self._strategy.session)
 
     def explain(self) -> "Explanation":
-        """See ``Accelerator.explain``."""
-        from accel.observe.explain import explain
+        """See ``Accelerator.explain``. Not a collective: any rank may call it."""
+        from accel_observe.report.explanation import Explanation, summary_of_loader, summary_of_model
 
-        return explain(self._strategy, self._prepared, self._clock, self._config, self._counted)
+        strategy, prepared, clock = self._strategy, self._prepared, self._clock
+        session, ends_windows = strategy.session, clock.plugin.sync_with_dataloader
+        readers = session.world_size // strategy.data_shard.count
+        return Explanation(
+            backend=strategy.choice.name,
+            reasons=tuple(strategy.choice.reasons),
+            device=str(session.device.torch),
+            processes=session.world_size,
+            data_shards=strategy.data_shard.count,
+            accumulation=clock.num_steps,
+            timeout_seconds=None if session.timeout is None else session.timeout.total_seconds(),
+            precision=strategy.policy.table(),
+            models=tuple(summary_of_model(model, strategy.backend.unwrap(model)) for model in prepared.models),
+            loaders=tuple(
+                summary_of_loader(one, num_steps=clock.num_steps, ends_windows=ends_windows, readers=readers)
+                for one in prepared.loaders
+            ),
+            learning_rates=tuple(group["lr"] for one in prepared.optimizers for group in one.param_groups),
+            settings=tuple((row.name, str(row.value), str(row.origin)) for row in self._config.explain()),
+            communication=dict(self._counted),
+            axes={axis: strategy.parallelism.size(axis) for axis in strategy.parallelism.active_mesh_dims},
+        )
 
     def describe(self) -> dict[str, Any]:
         """The explanation as plain values, for the trackers."""
@@ -121,9 +142,9 @@ class Monitor:
 
     def memory(self) -> "HeldMemory":
         """Bytes that the prepared models and optimizers take on this rank at this moment."""
-        from accel.observe.held_memory import held_memory
+        from accel_observe.profiling.held_memory import held_memory
 
-        return held_memory(self._strategy, self._prepared)
+        return held_memory(self._strategy.backend, self._prepared.models, self._prepared.optimizers_of)
 
     def degrees(self) -> "ParallelismConfig":
         """Degrees of parallelism, as the backend applies them."""

@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from accel.accelerator import Accelerator
 from accel.observe.explain_script import keep_files
 from accel.observe.monitor import Monitor
-from accel.observe.rank_report import RankReport, by_axis
 from accel.optimizer import PreparedOptimizer
 from accel_launch.launch.child_main import run_module, run_script
+from accel_observe.report.rank_report import RankReport, by_axis
 from accel_state.process_group.fake_group import CountedCollective, FakeTraffic, open_fake_group
 
 if TYPE_CHECKING:

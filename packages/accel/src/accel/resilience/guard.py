@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accel.checkpoints.checkpointer import Checkpointer
     from accel.loop.accumulator import StepClock
     from accel.prepared import PreparedObjects
-    from accel.setup.kwargs_handlers import ProjectConfiguration
+    from accel_ckpt.series.project import ProjectConfiguration
     from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)

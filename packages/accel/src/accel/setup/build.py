@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from accel.loop.accumulator import GradientAccumulationPlugin
-from accel.setup.kwargs_handlers import Handlers, ProjectConfiguration, sort_handlers
+from accel.setup.kwargs_handlers import Handlers, sort_handlers
 from accel.setup.plugins_from_config import compilation_of, degrees_and_open_axes, fp8_recipe
 from accel.setup.resolve_strategy import requested, resolve, with_implied
 from accel_backends import ActivationCheckpointing, Choice, Run, load_backend
 from accel_backends.core.config import Resolution, Stated, StrategyFacts
 from accel_backends.ops.activation_checkpointing import as_checkpointing
+from accel_ckpt.series.project import ProjectConfiguration
 from accel_data.options import LoaderOptions
 from accel_launch.config import AccelConfig, resolve_config, settings
 from accel_planner.auto import Undecided

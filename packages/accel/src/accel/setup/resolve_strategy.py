@@ -207,6 +207,8 @@ def _preferred(options: BackendConfig | None, choice: Choice, facts: StrategyFac
 
 def _until_planned(asked: BackendConfig, request: StrategyRequest, facts: StrategyFacts) -> ResolvedStrategy:
     """The backend of a run without a model, until the planner completes the options."""
+    if not isinstance(asked, AutoStrategy):
+        check_axes(asked.backend, asked, facts.parallelism)
     implied = asked.resolve(facts).implied
     facts.agree(implied)
     start = resolve(StrategyRequest(preferred=request.preferred), facts)

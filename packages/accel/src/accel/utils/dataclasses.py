@@ -2,7 +2,6 @@
 
 from accel.loop.accumulator import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel.setup.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-from accel.setup.kwargs_handlers import ProjectConfiguration as ProjectConfiguration
 from accel.utils.enums import ComputeEnvironment as ComputeEnvironment
 from accel.utils.enums import DynamoBackend as DynamoBackend
 from accel.utils.enums import FP8BackendType as FP8BackendType
@@ -13,6 +12,7 @@ from accel_backends.ddp.comm_hooks import DDPCommunicationHookType as DDPCommuni
 from accel_backends.ddp.config import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_backends.fsdp.config import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_backends.ops.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_ckpt.series.project import ProjectConfiguration as ProjectConfiguration
 from accel_data.options import LoaderOptions as LoaderOptions
 from accel_deepspeed.config.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_inference.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig

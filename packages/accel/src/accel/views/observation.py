@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from accel.observe.explain import Explanation
     from accel.observe.monitor import Monitor
     from accel_observe.meters.health import LossWatch
     from accel_observe.meters.meter import Meter
     from accel_observe.meters.observed_run import RunLog
     from accel_observe.meters.progress import Progress
     from accel_observe.profiling.profiler import ProfileKwargs
+    from accel_observe.report.explanation import Explanation
     from accel_observe.tracking.base import GeneralTracker
     from accel_observe.tracking.delivery_queue import QueueOptions
     from accel_observe.tracking.reductions import Reductions

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
     from accel.loop.loaders import Loaders
     from accel.prepared import Preparation, PreparedObjects
-    from accel.setup.kwargs_handlers import ProjectConfiguration
     from accel.setup.run_strategy import RunStrategy
     from accel.state import AcceleratorState, GradientState
     from accel.utils.enums import FP8BackendType
     from accel_backends import Backend, Choice, FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accel_ckpt import SaveHandle
+    from accel_ckpt.series.project import ProjectConfiguration
     from accel_data import LoaderOptions
     from accel_deepspeed import DeepSpeedPlugin
     from accel_launch.config.model import AccelConfig

@@ -13,7 +13,7 @@ from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import BackendError, CollectiveError, relayed
 from accel_state.logging import get_logger
 from accel_state.process_group.group import sends_from_host
-from accel_state.watchdog.decorator import recorded
+from accel_state.watchdog.decorator import active, recorded
 
 _log = get_logger(__name__)
 
@@ -35,8 +35,9 @@ class Faults:
         error: first error of this rank; None: none yet.
         place: rank, and part of the run that failed.
         immediate: whether errors are raised at once, because other ranks wait within the stage for tokens of this one
-            and would never reach ``agree``. A rank that then ends makes the launcher end the others and name it.
-            Running out of memory is logged instead: ranks that all do so, in a search of a batch size, go on.
+            and would never reach ``agree``. The watchdogs of these ranks find the error in the record of the call.
+            Running out of memory is logged and recorded instead: ranks that all do so, in a search of a batch size, go
+            on.
     """
 
     error: Exception | None = None
@@ -51,6 +52,8 @@ class Faults:
         self.place = f"rank {dist.get_rank()} failed in the {where}"
         if not self.immediate:
             return
+        if (watchdog := active()) is not None:
+            watchdog.record.calls.fail(f"failed in the {where}: {type(error).__name__}: {error}")
         if isinstance(error, torch.OutOfMemoryError):
             message = "%s, and ranks among which experts are divided may wait for it: %s"
             _log.error(message, self.place, error, main_process_only=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.ranks.launched_scripts import launch, run_command, run_script
+from accel_testing.programs.runs import launch, run_command, run_script
 
 
 def script(folder: Path, text: str) -> Path:

@@ -1,20 +1,14 @@
-"""Explanation of a run: its choices with reasons, and the communication of a step, read from the deciding objects."""
+"""Explanation of a run: its choices with reasons, and the communication of a step."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from accel_observe.report.read_amplification import read_text
-
-if TYPE_CHECKING:
-    from accel.loop.accumulator import GradientAccumulationPlugin, StepClock
-    from accel.prepared import PreparedObjects
-    from accel.setup.run_strategy import RunStrategy
-    from accel_launch.config.model import AccelConfig
 
 
 @final
@@ -115,35 +109,8 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(
-    strategy: "RunStrategy",
-    prepared: "PreparedObjects",
-    clock: "StepClock",
-    config: "AccelConfig",
-    communication: Mapping[str, dict[str, int]],
-) -> Explanation:
-    """Collects the choices made so far. Not a collective: any rank may call it."""
-    session = strategy.session
-    readers = session.world_size // strategy.data_shard.count
-    return Explanation(
-        backend=strategy.choice.name,
-        reasons=tuple(strategy.choice.reasons),
-        device=str(session.device.torch),
-        processes=session.world_size,
-        data_shards=strategy.data_shard.count,
-        accumulation=clock.num_steps,
-        timeout_seconds=None if session.timeout is None else session.timeout.total_seconds(),
-        precision=strategy.policy.table(),
-        models=tuple(_model(model, strategy.backend.unwrap(model)) for model in prepared.models),
-        loaders=tuple(_loader(loader, clock.plugin, readers) for loader in prepared.loaders),
-        learning_rates=tuple(group["lr"] for one in prepared.optimizers for group in one.param_groups),
-        settings=tuple((row.name, str(row.value), str(row.origin)) for row in config.explain()),
-        communication=dict(communication),
-        axes={axis: strategy.parallelism.size(axis) for axis in strategy.parallelism.active_mesh_dims},
-    )
-
-
-def _model(model: nn.Module, own: nn.Module) -> ModelSummary:
+def summary_of_model(model: nn.Module, own: nn.Module) -> ModelSummary:
+    """Returns the summary of a prepared model; ``own`` is the model inside its wrappers."""
     parameters = [_local(parameter) for parameter in model.parameters()]
     dtypes: dict[str, int] = {}
     for parameter in parameters:
@@ -166,15 +133,22 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
-def _loader(loader: Any, plugin: "GradientAccumulationPlugin", readers: int) -> LoaderSummary:
-    """Summary of a loader; ``readers`` ranks read the same samples, unless one reads for all."""
+def summary_of_loader(loader: Any, *, num_steps: int, ends_windows: bool, readers: int) -> LoaderSummary:
+    """Returns the summary of a prepared loader.
+
+    Args:
+        loader: a prepared loader.
+        num_steps: micro-batches of an optimizer step.
+        ends_windows: the last batch of a pass ends the accumulation window.
+        readers: ranks that read the same samples, unless one reads for all.
+    """
     batches = _known(lambda: len(loader))
     samples = _known(lambda: int(loader.total_dataset_length))
     batch, window = loader.total_batch_size, loader.global_batch_size
     # A window that the epoch's end truncates is a step, unless windows continue in the next epoch.
     if window is None:
-        effective, accumulated, counted = batch * plugin.num_steps, plugin.num_steps, batches
-        full_only, size = not plugin.sync_with_dataloader, plugin.num_steps
+        effective, accumulated, counted = batch * num_steps, num_steps, batches
+        full_only, size = not ends_windows, num_steps
     else:
         effective, accumulated, counted = window, -(-window // batch), samples
         full_only, size = bool(loader.drop_last), window

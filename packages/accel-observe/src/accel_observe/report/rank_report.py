@@ -8,7 +8,7 @@ from accel_state.parallelism.config import MESH_AXES
 from accel_state.sizes import readable_bytes
 
 if TYPE_CHECKING:
-    from accel.observe.held_memory import HeldMemory
+    from accel_observe.profiling.held_memory import HeldMemory
     from accel_state import ParallelismConfig
     from accel_state.process_group.fake_group import CountedCollective
 

@@ -1,4 +1,4 @@
-"""Tensor subclasses that consist of several tensors (quantized weights of torchao) in the state of a model.
+"""Tensors that consist of several tensors (quantized weights of torchao) in the state of a model.
 
 A checkpoint has each inner tensor under the name of the tensor and that of the attribute, ``base.weight.qdata``, and
 the name of the class under that of the tensor. Other attributes are not saved, and no class is looked up by its name: a
@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 
-from accel_backends.ops.dtensor import is_dtensor
 from accel_backends.ops.fqn import few
 from accel_state.errors import CheckpointMismatchError
+from accel_state.pytree.composite import is_composite
 
 
 def inner_tensors(tensor: object) -> dict[str, torch.Tensor]:
     """The tensors that a tensor consists of, by attribute, and those that these consist of; empty for other tensors."""
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or not hasattr(type(tensor), "__tensor_flatten__")
-        or is_dtensor(tensor)
-        or tensor.is_nested
-    ):
+    if not is_composite(tensor) or tensor.is_nested:
         return {}
     names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
     found: dict[str, torch.Tensor] = {}

@@ -2,39 +2,70 @@
 
 import contextlib
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, final
+from typing import IO, TypeAlias, final
 
+from accel_testing.programs.forked_programs import ForkedProgram, ForkedPrograms
 from accel_testing.ranks import hash_seeds
 from accel_testing.ranks.environment import rank_environment, rank_variables
+from accel_testing.ranks.launchers import LAUNCHERS, free_port
 from accel_testing.ranks.processes import lives
 from accel_testing.ranks.stacks import describe_exit
 
 # Variable that every descendant inherits, whatever session or group it moves to; used to find orphans.
 _MARK = "ACCEL_TESTING_RUN"
-_FIRST_PORT = 10_000
-_FIRST_GIVEN_PORT = 32_768  # on Linux (ip_local_port_range); higher on other systems
 
 
-#: Launchers by name: arguments of Python that start a number of ranks on this machine, with a rendezvous port.
-LAUNCHERS: Mapping[str, Callable[[int, int], list[str]]] = {
-    "accel": lambda ranks, port: [
-        *("-m", "accel", "launch", "--cpu", "--num_processes", str(ranks), "--main_process_port", str(port))
-    ],
-    "torchrun": lambda ranks, port: [
-        *("-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(port))
-    ],
-}
+_Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProgram"
+_forked: ForkedPrograms | None = None
+
+
+@contextlib.contextmanager
+def forked_programs(preload: Sequence[str] = ()) -> Iterator[None]:
+    """Forks the programs of Python that are run in the block from a server that has imported torch, where it can.
+
+    ``preload`` names more modules that the server imports. ``python -c`` and programs whose variables are read at the
+    start of Python or torch are started by exec, as all others are.
+    """
+    global _forked
+    before, _forked = _forked, ForkedPrograms(preload)
+    try:
+        yield
+    finally:
+        _forked.close()
+        _forked = before
+
+
+@contextlib.contextmanager
+def started_programs() -> Iterator[None]:
+    """Starts all programs of the block by exec."""
+    global _forked
+    before, _forked = _forked, None
+    try:
+        yield
+    finally:
+        _forked = before
+
+
+@contextlib.contextmanager
+def _forking() -> Iterator[ForkedPrograms | None]:
+    """The server of this process, if there is one and no other run uses it."""
+    forked = _forked
+    if forked is None or not forked.lock.acquire(blocking=False):
+        yield None
+        return
+    try:
+        yield forked
+    finally:
+        forked.lock.release()
 
 
 @final
@@ -163,18 +194,6 @@ def launch_by(
     return run_command(command, timeout=timeout, env=env, cwd=cwd)
 
 
-def free_port() -> int:
-    """Returns a free port below the range that the system assigns to connections and listeners.
-
-    So it stays free unless another program binds this very number, which is drawn at random.
-    """
-    while True:
-        port = _FIRST_PORT + secrets.randbelow(_FIRST_GIVEN_PORT - _FIRST_PORT)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-
-
 def _run(
     command: list[str],
     seats: list[dict[str, str]],
@@ -187,23 +206,14 @@ def _run(
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         files: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile()) for _ in seats]
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[_Process] = []
+        forked = stack.enter_context(_forking())
         stack.callback(_end_all, processes, mark)
         for seat, file in zip(seats, files, strict=True):
             start = rank_environment(os.environ)
             env = {**start, **seat, **hash_seeds.of_programs({**start, **seat}), _MARK: mark}
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=env,
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_reset_interrupts if _ignored() else None,
-                )
-            )
+            program = forked and forked.start(command, env, folder=os.fspath(cwd or os.getcwd()), output=file.fileno())
+            processes.append(program or _started(command, env, cwd=cwd, output=file))
         timed_out = _wait(processes, began + timeout, interruption=interruption)
         seconds = time.monotonic() - began
         orphans = () if timed_out else _settled_orphans(mark)
@@ -218,6 +228,21 @@ def _run(
         )
 
 
+def _started(
+    command: list[str], env: Mapping[str, str], *, cwd: str | os.PathLike[str] | None, output: IO[bytes]
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_reset_interrupts if _ignored() else None,
+    )
+
+
 def _ignored() -> list[signal.Signals]:
     """Interrupts that this process ignores, as a shell's background jobs do; its children inherit that."""
     return [number for number in (signal.SIGINT, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
@@ -228,9 +253,7 @@ def _reset_interrupts() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _wait(
-    processes: list["subprocess.Popen[bytes]"], deadline: float, *, interruption: tuple[float, int] | None
-) -> bool:
+def _wait(processes: list[_Process], deadline: float, *, interruption: tuple[float, int] | None) -> bool:
     """Waits for all; returns True if the deadline passed first."""
     if interruption is not None:
         after, number = interruption
@@ -264,7 +287,7 @@ def find_marked(mark: str) -> dict[int, str]:
     return found
 
 
-def _end_all(processes: list["subprocess.Popen[bytes]"], mark: str) -> None:
+def _end_all(processes: list[_Process], mark: str) -> None:
     for process in processes:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):

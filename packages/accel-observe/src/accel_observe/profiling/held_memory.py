@@ -1,16 +1,18 @@
 """Memory of one rank by part: what prepared models and optimizers hold between operations."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from accel_backends.ops.footprint import storage_bytes
 
 if TYPE_CHECKING:
-    from accel.prepared import PreparedObjects
-    from accel.setup.run_strategy import RunStrategy
+    from accel_backends import Backend
 
 
 @final
@@ -38,14 +40,17 @@ class HeldMemory:
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.reserved
 
 
-def held_memory(strategy: "RunStrategy", prepared: "PreparedObjects") -> HeldMemory:
-    """Measures what the prepared objects hold. Not a collective: any rank may call it."""
+def held_memory(
+    backend: "Backend", models: Iterable[nn.Module], optimizers_of: Callable[[nn.Module], Iterable[Optimizer]]
+) -> HeldMemory:
+    """Measures what prepared models and their optimizers hold. Not a collective: any rank may call it."""
+    models = list(models)
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
     reserved: list[torch.Tensor] = []
     buckets = 0
-    for model in prepared.models:
+    for model in models:
         own = list(model.parameters())
         parameters += own
         gradients += [parameter.grad for parameter in own if parameter.grad is not None]
@@ -58,8 +63,8 @@ def held_memory(strategy: "RunStrategy", prepared: "PreparedObjects") -> HeldMem
                 for parameter in own
                 if parameter.requires_grad and not (views and parameter.grad is not None)
             )
-        for optimizer in prepared.optimizers_of(model):
-            held = strategy.backend.states.held(model, optimizer)
+        for optimizer in optimizers_of(model):
+            held = backend.states.held(model, optimizer)
             parameters += held.parameters
             gradients += held.gradients
             states += held.optimizer
@@ -70,6 +75,6 @@ def held_memory(strategy: "RunStrategy", prepared: "PreparedObjects") -> HeldMem
         gradients=storage_bytes(gradients),
         # An optimizer may update views of the model's own memory, which must not be counted twice.
         optimizer=storage_bytes([*parameters, *states]) - weights,
-        buffers=storage_bytes(buffer for model in prepared.models for buffer in model.buffers()),
+        buffers=storage_bytes(buffer for model in models for buffer in model.buffers()),
         reserved=storage_bytes(reserved) + buckets,
     )
