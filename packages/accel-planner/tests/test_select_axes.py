@@ -115,6 +115,30 @@ def test_seventy_billion_need_no_pipeline_and_405_billion_on_4096_ranks_need_it_
     assert (large.pp, large.tp, large.dp_shard) == (16, 8, 32)
 
 
+def test_long_sequences_on_4096_ranks_are_sharded_within_pipeline_stages_and_short_ones_are_not() -> None:
+    hardware, long = h100s(512), Batching(1024, 1, 131072)
+    proposal = propose_axes(plan_axes(shape("405b"), hardware, long), hardware)
+    assert {"pp", "cp"} <= set(proposal.plan.degrees.active)
+    assert any(reason.startswith("cp=") for reason in proposal.reasons)
+    assert {plan.degrees.sequence for plan in plan_axes(shape("405b"), hardware, BATCH) if plan.degrees.pp > 1} == {1}
+
+
+def test_stages_gather_and_hold_their_own_experts_alone() -> None:
+    divided, whole = plan("8x7b", pp=4, dp_shard=2, ep=8), plan("8x7b", pp=4, dp_shard=16)
+    assert divided.parameters == pytest.approx(whole.parameters, rel=0.01)
+    own = 8 * shape("8x7b").feed_forwards  # of eight layers
+    assert whole.communication - divided.communication == pytest.approx(own * 7 / 8 * (2 + 4), rel=0.01)
+    assert divided.local.keys() | divided.remote.keys() == {"pp", "dp_shard", "ep"}
+
+
+def test_short_shards_of_sequences_pay_the_latency_of_their_collectives() -> None:
+    slow, none = h100s(8, latency=1e-3), h100s(8, latency=0.0)
+    found = AxisDegrees(pp=2, cp=8, dp_replicate=4)
+    times = [plan_degrees(shape("70b"), one, found, BATCH, checkpointing=False) for one in (slow, none)]
+    waits = 40 * 1024 * 4 + 2 * 1024
+    assert (times[0].seconds - times[1].seconds) * (1 - times[0].bubble) == pytest.approx(waits * 1e-3, rel=1e-6)
+
+
 def test_more_memory_never_makes_the_proposal_slower_and_more_shards_never_take_more() -> None:
     seconds = []
     for size in (80, 120, 200, 1000):
@@ -161,10 +185,10 @@ def test_groups_inside_a_node_use_its_links_and_others_the_network() -> None:
     assert found.local["tp"] == 40 * 1024 * 4 * 2 * (hidden * 7 // 8)
 
 
-def test_experts_are_divided_only_where_there_are_some_and_not_in_a_pipeline() -> None:
+def test_experts_are_divided_only_where_there_are_some() -> None:
     found = list(axis_degrees(shape("8x7b"), h100s(8), global_batch=4096, micro_batch=1, length=8192))
     assert {degrees.ep for degrees in found} == {1, 2, 4, 8}
-    assert all(degrees.ep == 1 or degrees.pp == 1 for degrees in found)
+    assert any(degrees.ep > 1 and degrees.pp > 1 and degrees.tp > 1 for degrees in found)
     assert any(degrees.ep > 1 and degrees.tp > 1 and degrees.cp > 1 for degrees in found)
     dense = axis_degrees(shape("70b"), h100s(8), global_batch=4096, micro_batch=1, length=8192)
     assert {degrees.ep for degrees in dense} == {1}
@@ -249,14 +273,14 @@ def test_heads_of_keys_are_repeated_to_a_multiple_of_the_ranks_and_of_themselves
 
 
 def test_shards_over_the_ranks_of_a_node_share_its_link_with_tensor_parallel_groups_alone() -> None:
-    hardware = h100s(8, flops=1e30, local=1e30)
+    hardware = h100s(8, flops=1e30, local=1e30, latency=0.0)
     for degrees in (AxisDegrees(dp_shard=64), AxisDegrees(dp_shard=8, cp=8), AxisDegrees(dp_shard=16, tp=4)):
         found = plan_degrees(shape("70b"), hardware, degrees, BATCH, checkpointing=False)
         assert found.seconds == pytest.approx(found.remote["dp_shard"] * degrees.tp / hardware.remote, rel=1e-6)
 
 
 def test_the_stage_with_the_most_layers_determines_the_time() -> None:
-    hardware = h100s(8, local=1e30, remote=1e30)
+    hardware = h100s(8, local=1e30, remote=1e30, latency=0.0)
     found = plan_degrees(shape("70b"), hardware, AxisDegrees(pp=64), BATCH, checkpointing=False)
     even = shape("70b").flops(4096, 8192) / 64 / hardware.flops
     assert found.seconds * (1 - found.bubble) == pytest.approx(even * 2 * 64 / 80, rel=1e-6)

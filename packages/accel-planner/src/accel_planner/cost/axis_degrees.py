@@ -11,13 +11,16 @@ from accel_planner.cost.transformer_shape import TransformerShape
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
 """Axes of the mesh, outermost first."""
 
-# Axes that one backend applies together: the sharding backend, and the pipeline backend (ADR 20 to 23). Pipelines with
-# shards of sequences or experts are left out: without a latency of collectives, short sequences would look free.
+# Axes that one backend applies together: the pipeline backend, and the sharding backend without ``pp`` (ADR 20 to 23).
 _TOGETHER = (
-    frozenset({"dp_replicate", "dp_shard", "ep", "cp", "tp"}),
-    frozenset({"dp_replicate", "dp_shard", "ep", "sp", "tp"}),
-    frozenset({"pp", "dp_replicate", "dp_shard", "tp"}),
+    frozenset({"pp", "dp_replicate", "dp_shard", "ep", "cp", "tp"}),
+    frozenset({"pp", "dp_replicate", "dp_shard", "ep", "sp", "tp"}),
 )
+SHORTEST = 8192
+"""Fewest tokens of a sequence on each rank where a pipeline's stages shard sequences.
+
+The cost model has no loss of efficiency in products of few tokens, without which shards of short sequences look free.
+"""
 
 
 @final
@@ -41,7 +44,7 @@ class AxisDegrees:
     @property
     def active(self) -> tuple[str, ...]:
         """Axes of degrees above 1, outermost first."""
-        return tuple(axis for axis in AXES if self.size(axis) > 1)
+        return tuple([axis for axis in AXES if getattr(self, axis) > 1])  # the search reads it a million times
 
     @property
     def ranks(self) -> int:
@@ -70,7 +73,7 @@ class AxisDegrees:
 
     def stride(self, axis: str) -> int:
         """Distance in ranks of neighbours along an axis."""
-        return prod(map(self.size, AXES[AXES.index(axis) + 1 :]))
+        return prod([getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :]])
 
     def is_local(self, axis: str, hardware: Hardware) -> bool:
         """Whether the groups of an axis stay inside a node."""
@@ -92,6 +95,8 @@ def axis_degrees(
         for pp in (n for n in divisors(world // tp) if n <= shape.layers):
             for cp, sp in _sequence_degrees(shape, world // (tp * pp), length, tp):
                 inner = tp * pp * cp * sp
+                if pp > 1 and cp * sp > 1 and length // (cp * sp) < SHORTEST:
+                    continue
                 for ep in (n for n in divisors(world // inner) if n == 1 or _divides(n, shape.experts)):
                     readers = world // inner
                     if global_batch % (readers * micro_batch):

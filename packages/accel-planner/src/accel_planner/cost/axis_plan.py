@@ -128,7 +128,11 @@ def plan_degrees(
     work = shape.flops(batching.global_batch, batching.length, copies=copies) * (4 / 3 if checkpointing else 1)
     # The stage with the most layers determines the time.
     computing = work / hardware.ranks / hardware.flops * layers * degrees.pp / shape.layers
-    times = {axis: _seconds(axis, size, degrees, hardware) for axis, size in moved.items()}
+    counts = _collectives(degrees, blocks=layers * count, count=count, checkpointing=checkpointing)
+    times = {
+        axis: _seconds(axis, size, degrees, hardware) + counts.get(axis, 0) * hardware.latency
+        for axis, size in moved.items()
+    }
     waiting = sum(times.get(axis, 0.0) for axis in ("tp", "cp", "sp", "ep", "pp"))
     reducing = sum(times.get(axis, 0.0) for axis in ("dp_shard", _EXPERTS, "dp_replicate"))
     busy = (computing + waiting) / (1 - bubble)
@@ -193,11 +197,11 @@ def _gathered(shape: TransformerShape, degrees: AxisDegrees, layers: int) -> int
     if degrees.shards == 1:
         return 0
     ends = _ends(shape, degrees)
-    if degrees.pp > 1:  # all units of the stage are gathered, with full gradients, until the step's backward
-        return (layers * shape.block + ends) // degrees.tp * (COMPUTED + STORED)
     experts = shape.feed_forwards if shape.experts else 0
     own = experts // (degrees.ep * _expert_split(degrees)) if degrees.expert_shards > 1 else 0
     block = (shape.block - experts) // degrees.tp + own
+    if degrees.pp > 1:  # all units of the stage are gathered, with full gradients, until the step's backward
+        return (layers * block + ends // degrees.tp) * (COMPUTED + STORED)
     return 2 * block * (COMPUTED + COMPUTED) + ends // degrees.tp * (COMPUTED + COMPUTED)
 
 
@@ -260,6 +264,22 @@ def _traffic(
         "dp_replicate": 2 * reductions * ring(elements.total * STORED, degrees.dp_replicate),
     }
     return {axis: size for axis, size in sent.items() if size and axis in {"dp_shard", _EXPERTS, *degrees.active}}
+
+
+def _collectives(degrees: AxisDegrees, *, blocks: int, count: int, checkpointing: bool) -> dict[str, int]:
+    """Collectives of a rank in an optimizer step for which its blocks wait, by active axis; messages of a pipeline.
+
+    Short sequences and small shards of them would look free without their latency.
+    """
+    forwards = 2 if checkpointing else 1
+    each = {
+        "tp": blocks * 2 * (forwards + 1),  # all-reduces after attention and the feed-forward layer
+        "cp": blocks * 2 * (forwards + 1),  # keys and values
+        "sp": blocks * 2 * (forwards + 1),  # heads for tokens and back
+        "ep": blocks * (3 * forwards + 2),  # numbers of tokens, tokens, outputs; two gradients
+        "pp": 2 * count,
+    }
+    return {axis: number for axis, number in each.items() if axis in degrees.active}
 
 
 def _repeated(shape: TransformerShape, degrees: AxisDegrees) -> int:
