@@ -12,6 +12,7 @@ from accel_ckpt.saving.asynchronous import SaveHandle as SaveHandle
 from accel_ckpt.saving.replicas import Terms as Terms
 from accel_ckpt.saving.transaction import save as save
 from accel_ckpt.series.directory import CheckpointDirectory as CheckpointDirectory
+from accel_ckpt.series.project import ProjectConfiguration as ProjectConfiguration
 from accel_ckpt.series.retention import Best as Best
 from accel_ckpt.series.retention import Retention as Retention
 from accel_ckpt.series.retention import SavedCheckpoint as SavedCheckpoint

@@ -14,7 +14,7 @@ from accel_backends import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_backends import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_backends import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_backends import TorchDynamoPlugin as TorchDynamoPlugin
-from accel_ckpt.series.project import ProjectConfiguration as ProjectConfiguration
+from accel_ckpt import ProjectConfiguration as ProjectConfiguration
 from accel_data import LoaderOptions as DataLoaderConfiguration  # noqa: F401
 from accel_data import skip_first_batches as skip_first_batches
 from accel_deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
