@@ -124,6 +124,20 @@ def test_each_rank_gets_its_part_in_the_same_order_for_any_number_of_workers(wor
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cut", [1, 3])
+def test_the_last_batch_of_an_epoch_is_completed_alike_after_a_seek(workers, cut):
+    for rank in range(3):
+        whole = listed(prepared(Seekable(21), rank, 3, num_workers=workers))
+        loader = prepared(Seekable(21), rank, 3, num_workers=workers)
+        batches = iter(loader)
+        read = [next(batches).tolist() for _ in range(cut)]
+        resumed = prepared(Seekable(21), rank, 3, num_workers=workers)
+        resumed.load_state_dict(loader.state_dict())
+        assert read + listed(resumed) == whole
+        assert whole[-1] == [[18, 19], [20, 0], [1, 2]][rank]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_one_rank_reads_each_sample_once_and_ends_with_a_short_batch(workers):
     assert listed(prepared(Numbers(5), num_workers=workers)) == [[0, 1], [2, 3], [4]]
 

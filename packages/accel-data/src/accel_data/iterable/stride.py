@@ -1,7 +1,7 @@
 """Strides: the elements of a stream that each reader keeps, when every reader reads the same stream."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple, final
@@ -66,16 +66,17 @@ class StridePart(NamedTuple):
     stop: int
 
 
-def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0) -> Iterator[StridePart]:
+def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0, front: Sequence[Any] = ()) -> Iterator[StridePart]:
     """The batches of one reader, after ``skip`` elements of ``stream`` that were delivered before.
 
     Groups are cut from element ``skip`` on, so a stream that was left with one number of shards goes on with another
-    and no element is read twice or lost. Memory: one group, and the first one for the padding of the last.
+    and no element is read twice or lost. ``front``: the first group of the epoch, where ``stream`` begins behind it.
+    Memory: one group, and the first one for the padding of the last.
     """
     elements = iter(stream)
     size = stride.group_size
-    first = list(islice(elements, min(skip, size)))
-    deque(islice(elements, max(skip - len(first), 0)), maxlen=0)
+    first = [*front, *islice(elements, 0 if front else min(skip, size))]
+    deque(islice(elements, skip if front else max(skip - len(first), 0)), maxlen=0)
     stop = skip
     for turn in count():
         group = list(islice(elements, size))

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert, 
 
 from accel_data.iterable.capabilities import choose_epoch, is_seekable
 from accel_data.iterable.stride import Stride, parts
-from accel_data.map.global_rng import SeededGlobals, seed_globals
+from accel_data.map.global_rng import SeededGlobals, seed_globals, unchanged_globals
 from accel_data.order.counter_rng import derive_key
 from accel_data.order.iterators import continuing
 from accel_data.private import show_worker_info
@@ -151,6 +151,7 @@ class StreamReader(IterableDataset[Delivered]):
         if view is not None:
             view.install(hidden=start.undivided or self.exact)
         position, snapshot = start.of(worker)
+        front = [] if snapshot is None else self._first_group()
         elements, stateful = open_stream(self.dataset, snapshot)
         snapshot = None if stateful is None else snapshot  # where the dataset seeks no more, positions are counted
         # A generator runs only when it is read: the first element shows whether the dataset reads its worker. One that
@@ -161,7 +162,7 @@ class StreamReader(IterableDataset[Delivered]):
         stride = self.stride if divided else replace(self.stride, worker=worker, workers=workers)
         begun = snapshot.at if snapshot is not None else start.base
         camera = self._camera = _Camera(stateful, self.every)
-        for part in parts(chain(first, elements), stride, skip=position - begun):
+        for part in parts(chain(first, elements), stride, skip=position - begun, front=front if begun else ()):
             self._check(view, divided)
             stop = begun + part.stop
             # A stream that has ended may stand at its beginning again; inside another pass its state is of that one.
@@ -172,6 +173,13 @@ class StreamReader(IterableDataset[Delivered]):
             batch = self.collate(content) if view is None else self._collated(content, view, stop, divided=divided)
             yield Delivered(batch, facts, worker, divided, snapshot)
         self._check(view, divided)
+
+    def _first_group(self) -> list[Any]:
+        """The elements that complete the last group of the epoch, read before the dataset seeks to a position."""
+        if not self.stride.even or self.stride.drop_last:
+            return []
+        with unchanged_globals():  # the seek follows, behind which what is drawn must not depend on this
+            return list(islice(continuing(iter(self.dataset)), self.stride.group_size))
 
     def _check(self, view: "WorkerView | None", divided: bool) -> None:
         if view is not None and not divided and view.asked and view.count > 1:

@@ -1,7 +1,7 @@
 """The process's global random generators: of torch (CPU), of ``random``, and of numpy if the process uses it."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -65,6 +65,17 @@ class SeededGlobals(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         self._inside = [generator.get() for generator, _ in self._outside]
         for generator, state in self._outside:
+            generator.set(state)
+
+
+@contextmanager
+def unchanged_globals() -> Iterator[None]:
+    """Restores the global generators after the block."""
+    before = [(generator, generator.get()) for generator in global_generators()]
+    try:
+        yield
+    finally:
+        for generator, state in before:
             generator.set(state)
 
 
