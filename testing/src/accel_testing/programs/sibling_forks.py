@@ -22,6 +22,7 @@ Become = Callable[[Sequence[str], Mapping[str, str], str], NoReturn]
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_PARENT = 0x8000
+_OF_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def is_possible() -> bool:
@@ -67,9 +68,8 @@ class SiblingForks:
 
 
 def _serve(control: socket.socket, become: Become) -> None:
-    # What ends a launcher ends its ranks first, which this process must not anticipate.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    # A signal for the launcher's group is not for this process, which ends with the launcher.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_GROUP}
     while True:
         message, files, _, _ = socket.recv_fds(control, 64, 4)
         if not message:
@@ -84,6 +84,8 @@ def _serve(control: socket.socket, become: Become) -> None:
             pid = -1
         if pid == 0:
             control.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
             _take(streams)
             if new_session:
                 os.setsid()
