@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator
+from accel import Accelerator, ParallelismConfig
 from accel_state.errors import CollectiveMismatchError
 from accel_testing import RankPool
 from accel_testing.programs.runs import run_script
@@ -59,6 +59,22 @@ def want_state(version: int) -> None:
     if accelerator.is_main_process:
         accelerator.get_state_dict(model)
     accelerator.wait_for_everyone()
+
+
+def evaluate(version: int) -> None:
+    """Each of two replicas, of two ranks, evaluates its own number of batches after a step."""
+    degrees = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin={"fsdp_version": version}, parallelism_config=degrees)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2 + accelerator.process_index // 2):
+            assert model(torch.ones(2, 4)).isfinite().all()
+    assert accelerator.reduce(torch.ones(1)).item() == 4
+    accelerator.end_training()
 
 
 # What each of two ranks takes.
@@ -130,3 +146,8 @@ def test_a_state_that_one_rank_alone_wants_is_named(version: int, rank_pool: Ran
     words = DIFFERENT.format(r"get_state_dict\(", r"(wait_for_everyone|get_state_dict)\(")
     with pytest.raises(CollectiveMismatchError, match=words):
         rank_pool.run(want_state, version)
+
+
+@pytest.mark.parametrize("version", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_replicas_may_evaluate_different_numbers_of_batches(version: int, rank_pool: RankPool) -> None:
+    rank_pool.run(evaluate, version, ranks=4)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from accel_backends.private import untraced
@@ -20,8 +21,9 @@ def watch_units(
 
     All ranks all-gather a unit together. If ranks call different units (skipped layers, experts), an all-gather hangs,
     or fills a unit with another unit's weights. Ranks of one node are compared before each all-gather, ranks of several
-    nodes at the end of each forward, provided that all ranks gather together. Nothing is recorded if no watchdog
-    observes ``group``.
+    nodes at the end of each forward, provided that all ranks gather together. Replicas are compared where gradients are
+    enabled only, because they may evaluate different numbers of batches. Nothing is recorded if no watchdog observes
+    ``group``.
 
     Collective: every rank of the group must call this.
 
@@ -35,12 +37,12 @@ def watch_units(
     if watchdog is None or not watchdog.concerns(group):
         return
     for name, (gathering, whole) in units.items():
-        unit = _Recorded(f"{kind}.{name}" if name else kind)
+        unit = _Recorded(f"{kind}.{name}" if name else kind, replicas)
         gathering.register_forward_pre_hook(unit.enter, prepend=True)
         whole.register_forward_pre_hook(unit.leave)
     if replicas == 1:
         watchdog.compare_machines()
-    end = _Recorded(f"end of {kind}")
+    end = _Recorded(f"end of {kind}", replicas)
     model.register_forward_hook(end.pass_by)
 
 
@@ -48,10 +50,10 @@ def watch_units(
 class _Recorded:
     """One recorded operation, entered in each forward."""
 
-    __slots__ = ("_entered", "_what")
+    __slots__ = ("_entered", "_replicas", "_what")
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, replicas: int) -> None:
+        self._what, self._replicas = what, replicas
         self._entered: Record | None = None
 
     @untraced
@@ -64,7 +66,7 @@ class _Recorded:
         self.leave()  # left over from a forward that failed
         watchdog = active()
         if watchdog is not None and threading.current_thread() is threading.main_thread():
-            watchdog.enter(_FORWARD, self._what, shared=True)
+            watchdog.enter(_FORWARD, self._what, shared=self._replicas == 1 or torch.is_grad_enabled())
             self._entered = watchdog.record
 
     @untraced
