@@ -15,6 +15,7 @@ import pytest
 from accel_testing.programs.forked_program import can_serve, parse
 from accel_testing.programs.forked_programs import ForkedPrograms
 from accel_testing.programs.runs import Finished, forked_programs, launch_by, run_command, run_script, started_programs
+from accel_testing.programs.sibling_forks import is_possible
 from accel_testing.ranks.environment import rank_environment
 from accel_testing.ranks.processes import lives
 
@@ -139,6 +140,7 @@ def test_its_processes_that_stay_behind_are_found_and_ended(tmp_path: Path) -> N
     assert str(tmp_path / "program.py") in orphan
 
 
+@pytest.mark.skipif(not is_possible(), reason="needs clone(2) by a number that is known for this machine")
 @pytest.mark.parametrize("launcher", ["accel", "torchrun"])
 def test_a_launcher_forks_its_ranks(tmp_path: Path, launcher: str) -> None:
     text = """

@@ -183,13 +183,17 @@ def fork_children(environment: Mapping[str, str]) -> None:
             start(process, *args, **kwargs)
             return
         streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
-        process.pid = forks.fork(
-            [os.fspath(word) for word in command],
-            wanted,
-            os.fspath(given["cwd"] or os.getcwd()),
-            streams=[number if stream == -1 else stream for number, stream in enumerate(streams)],
-            new_session=given["start_new_session"],
-        )
+        try:
+            process.pid = forks.fork(
+                [os.fspath(word) for word in command],
+                wanted,
+                os.fspath(given["cwd"] or os.getcwd()),
+                streams=[number if stream == -1 else stream for number, stream in enumerate(streams)],
+                new_session=given["start_new_session"],
+            )
+        except OSError:  # for example where a container forbids the call
+            start(process, *args, **kwargs)
+            return
         process._child_created = True
         process._close_pipe_fds(*(given[name] for name in _PIPES))
 
