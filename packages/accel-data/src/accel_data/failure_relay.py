@@ -4,7 +4,8 @@ import _thread
 import logging
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from accel_state.errors import DataError
@@ -22,6 +23,8 @@ _INTERVAL = 0.5
 """Seconds between two checks of a rank for another rank's failure."""
 _PATIENCE = 10.0
 """Seconds for which a failed rank waits until the others have read its report: the store may end with this rank."""
+_ANSWERS_WITHIN = 5.0
+"""Seconds that the end of the interpreter waits for a request, whose server may be stopped."""
 
 
 def alarm() -> "Alarm | None":
@@ -41,7 +44,7 @@ def alarm() -> "Alarm | None":
     except RuntimeError:
         return None  # the store of a fake group has no other processes
     number = store.add(f"accel-data/loaders/{group.rank()}", 1)
-    return Alarm(store, f"accel-data/{number}", group.rank(), group.size())
+    return Alarm(ThreadStore(store), f"accel-data/{number}", group.rank(), group.size())
 
 
 @final
@@ -52,7 +55,7 @@ class Alarm:
     them to explain failed collectives (``accel_state.watchdog``).
     """
 
-    def __init__(self, store: "Store", prefix: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: "ThreadStore", prefix: str, rank: int, world_size: int) -> None:
         self._store, self._prefix, self._rank, self._others = store, prefix, rank, world_size - 1
         self._passes = 0
 
@@ -75,7 +78,7 @@ class Watch:
     """
 
     def __init__(
-        self, store: "Store", keys: tuple[str, str], place: tuple[int, int], trail: "IndexTrail | None"
+        self, store: "ThreadStore", keys: tuple[str, str], place: tuple[int, int], trail: "IndexTrail | None"
     ) -> None:
         """``keys`` are the keys of this pass and the next one; ``place`` is the rank and the number of other ranks."""
         self._store, (self._key, self._next_key) = store, keys
@@ -162,3 +165,65 @@ class Watch:
 def stopped(trouble: str) -> DataError:
     """Returns the error that a rank raises after another rank's report."""
     return DataError(f"this rank stops because another cannot go on: {trouble}")
+
+
+@final
+class ThreadStore:
+    """Store of a daemon thread: once the interpreter ends, requests raise RuntimeError, as those of a lost store do.
+
+    A request releases the interpreter's lock. If the interpreter ends meanwhile, taking the lock again ends the thread
+    inside C++ code that must not be left that way, and the process is aborted (SIGABRT) after a successful run.
+    """
+
+    def __init__(self, store: "Store") -> None:
+        self._store = store
+        self._gate = _Gate()
+        weakref.finalize(self, self._gate.close)  # also called at the end of the interpreter
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        with self._gate:
+            return self._store.check([*keys])
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key that is set."""
+        with self._gate:
+            return self._store.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key; bytes are stored as they are."""
+        with self._gate:
+            self._store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number, 0 before the first call, and returns it."""
+        with self._gate:
+            return self._store.add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        """Removes a key; returns whether it was set."""
+        with self._gate:
+            return self._store.delete_key(key)
+
+
+@final
+class _Gate:
+    """Lets one request through at a time, and none after ``close``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._closed:
+            self._lock.release()
+            raise RuntimeError("the interpreter ends")
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._lock.acquire(timeout=_ANSWERS_WITHIN):
+            self._lock.release()

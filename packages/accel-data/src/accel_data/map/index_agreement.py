@@ -14,7 +14,7 @@ from zlib import crc32
 from accel_data.order.cursor import Cursor
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    from accel_data.failure_relay import ThreadStore
 
 _PUBLISHED = 1024
 """Number of digests, of the latest rounds, that are published at a time; 4 bytes each."""
@@ -48,7 +48,7 @@ class IndexCheck:
         number = self._passes[start] = self._passes.get(start, 0) + 1
         return IndexTrail(self, start, f"accel-data/indices/{self.name}/{start.epoch}.{start.samples}.{number}")
 
-    def forget(self, store: "Store", key: str) -> None:
+    def forget(self, store: "ThreadStore", key: str) -> None:
         """Deletes published digests of old passes; ``key`` is that of a current one."""
         if key not in self._keys:
             self._keys.append(key)
@@ -82,7 +82,7 @@ class IndexTrail:
         self._digest = digest
         self._digests.append(digest)
 
-    def compare(self, store: "Store", *, closed: bool = False) -> str | None:
+    def compare(self, store: "ThreadStore", *, closed: bool = False) -> str | None:
         """Publishes the digests (reference) or compares them with published ones; ``closed``: this rank's pass is over.
 
         Returns a description of the first difference from the reference; None if none is known yet.
@@ -100,7 +100,7 @@ class IndexTrail:
         """Whether the other ranks compare their digests with this rank's."""
         return self._check.rank == self._check.reference
 
-    def is_settled(self, store: "Store") -> bool:
+    def is_settled(self, store: "ThreadStore") -> bool:
         """Whether the reference has published its last digests of this pass."""
         if not store.check([self._key]):
             return False
