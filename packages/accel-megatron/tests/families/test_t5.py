@@ -6,25 +6,6 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
-KINDS = ["t5", "t5 gated"]
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_trains_as_one_process(rank, kind):
-    from loops import assert_trains_as_one_process
-
-    assert_trains_as_one_process(kind, num_micro_batches=2, clip=0.5, accumulation=2)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_two_tensor_parallel_ranks_train_as_one_process(rank, kind, sequence):
-    from loops import assert_trains_as_one_process
-
-    assert_trains_as_one_process(kind, tp_degree=2, sequence_parallelism=sequence, clip=0.5, optimizer="sgd")
-
 
 @pytest.mark.ranks(2)
 def test_evaluation_returns_the_logits_of_the_decoder(rank):

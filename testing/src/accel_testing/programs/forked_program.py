@@ -142,9 +142,9 @@ def _run(program: PythonProgram, command: Sequence[str], environment: Mapping[st
     os.chdir(folder)
     _reset_signals()
     tempfile.tempdir = None
-    for library, draw in (("numpy.random", "seed"), ("torch", "seed")):
+    for library in ("numpy.random", "torch"):
         if (module := sys.modules.get(library)) is not None:
-            getattr(module, draw)()  # otherwise each program draws what the others draw
+            module.seed()  # otherwise each program draws what the others draw
     for name in [name for name in sys.modules if name.partition("_")[0].partition(".")[0] == _OURS]:
         del sys.modules[name]  # what is tested is imported anew
     atexit.register(_spare, [module for name, module in sys.modules.items() if _is_library(name)])

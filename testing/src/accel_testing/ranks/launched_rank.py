@@ -17,7 +17,7 @@ _PARENT_CHECK = 2.0
 
 def main(address: str, test_process: int, modules: list[str]) -> None:
     """Imports ``modules``, then serves the test process, which listens at ``address``; never returns."""
-    from accel_testing.ranks.rank import serve, warm
+    from accel_testing.ranks.rank import prepare, serve
 
     # not permitted if the launcher gave the rank its own session, as torchrun and accel launch do
     with suppress(PermissionError):
@@ -26,7 +26,7 @@ def main(address: str, test_process: int, modules: list[str]) -> None:
     threading.Thread(target=_end_with, args=(test_process, folder), daemon=True).start()
     # Each job has its own store, at the job's port, instead of the launcher's store of the full run.
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    warm(modules)
+    prepare(modules)
     connection = Client(address, "AF_UNIX")
     # Redirected only now, so that the launcher's log has the error of a rank that could not start.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

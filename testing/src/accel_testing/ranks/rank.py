@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 _PATIENCE = 5.0
 
 
-def prepare(modules: Iterable[str]) -> None:
-    """Prepares a fork server for ranks."""
-    warm(modules)
-
-
 def become(files: Sequence[int]) -> NoReturn:
     """Makes this process a rank of a pool: serves its connection, prints to a file, writes stacks to another one."""
     connection, output, stacks = files
@@ -48,7 +43,7 @@ def become(files: Sequence[int]) -> NoReturn:
     serve(connection, stacks)
 
 
-def warm(modules: Iterable[str] = ()) -> None:
+def prepare(modules: Iterable[str] = ()) -> None:
     """Imports the modules that every job needs, and ``modules``, before the first job."""
     import torch
     import torch.distributed

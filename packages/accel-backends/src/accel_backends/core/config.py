@@ -193,5 +193,5 @@ class SingleConfig(BackendConfig):
 
     @property
     def bounds_experts(self) -> bool:
-        """Yes."""
+        """Whether undivided experts get their capacity: always."""
         return True

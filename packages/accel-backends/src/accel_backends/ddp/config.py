@@ -62,7 +62,7 @@ class DDPConfig(BackendConfig):
 
     @property
     def bounds_experts(self) -> bool:
-        """Yes."""
+        """Whether undivided experts get their capacity: always."""
         return True
 
     @property

@@ -54,7 +54,7 @@ class PipelineParallelConfig(BackendConfig):
 
     @property
     def bounds_experts(self) -> bool:
-        """Yes."""
+        """Whether undivided experts get their capacity: always."""
         return True
 
     @classmethod

@@ -75,8 +75,9 @@ def parts(stream: Iterable[Any], stride: Stride, *, skip: int = 0, front: Sequen
     """
     elements = iter(stream)
     size = stride.group_size
-    first = [*front, *islice(elements, 0 if front else min(skip, size))]
-    deque(islice(elements, skip if front else max(skip - len(first), 0)), maxlen=0)
+    read = [] if front else list(islice(elements, min(skip, size)))
+    deque(islice(elements, skip - len(read)), maxlen=0)
+    first = [*front, *read]
     stop = skip
     for turn in count():
         group = list(islice(elements, size))

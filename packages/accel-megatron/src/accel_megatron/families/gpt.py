@@ -60,9 +60,8 @@ class GPTFamily(Family):
     def call(self, model: Any, part: TokenBatch, *, labelled: bool) -> Any:
         """Returns the losses of all tokens, or their logits."""
         given = part.tensors
-        if not labelled:
-            return model(given["ids"], given["positions"], given["mask"])
-        return model(given["ids"], given["positions"], given["mask"], labels=part.terms[0].targets.clamp(min=0))
+        labels = {"labels": part.terms[0].targets.clamp(min=0)} if labelled else {}
+        return model(given["ids"], given["positions"], given["mask"], **labels)
 
     def result(self, architecture: Architecture, loss: torch.Tensor | None, logits: Sequence[torch.Tensor]) -> Any:
         """Returns the loss, and the logits of all tokens."""
