@@ -48,6 +48,11 @@ class PreparedLoader:
             batch after the loop is done with the previous one, and may end the pass there. None: no hook.
     """
 
+    _progress: LoaderProgress
+    _start: Cursor | None
+    """Start of the next pass, if it is not that of the position."""
+    _last: Pass | None
+
     def __init__(
         self,
         source: Source,
@@ -62,12 +67,10 @@ class PreparedLoader:
         self._placer = placer
         self._observer, self._alarm = observer, alarm
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
-        self._progress = LoaderProgress()
-        self._start: Cursor | None = None  # start of the next pass, if it is not that of the position
-        self._last: Pass | None = None
+        # A pass sets these three for each batch, past ``__setattr__``, which looks for the DataLoader's attributes.
+        vars(self).update(_progress=LoaderProgress(), _start=None, _last=None)
 
     def __iter__(self) -> Iterator[Any]:
-        # ``__setattr__``, which looks for the DataLoader's attributes, is avoided for each batch.
         observer, own = self._observer, vars(self)
         run = self._begin()
         watch = None if self._alarm is None else self._alarm.watch(run.trail)
