@@ -1,6 +1,8 @@
 """Order and selection of tests: the longest first; samples of heavy repetitions, slow tests and tests in ranks."""
 
 import os
+import sys
+from collections.abc import Iterator
 from datetime import date
 from itertools import groupby
 from zlib import crc32
@@ -50,6 +52,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """The tenth that is run."""
     tenth = config.option.slow_tenth
     return [] if tenth is None else [f"slow tests: tenth {tenth}; --slow-tenth={tenth} repeats it"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps modules whose asserts pytest rewrites, half of a collection's time, for later runs and for ranks."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = before
 
 
 @pytest.hookimpl(tryfirst=True)

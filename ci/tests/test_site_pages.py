@@ -7,7 +7,6 @@ import pytest
 from accel_launch.config import settings
 from ci.site_pages import ROOT, commands, exported, origin, pages, paths, public_names, without_roles
 
-MADE = pages()
 DENIAL = re.compile(
     r"\b(?:not|nor)(?: yet)? (?:supported|implemented)\b|\bnot there yet\b|\bdoes not exist yet\b|\bno such backend\b",
     re.IGNORECASE,
@@ -25,6 +24,12 @@ FEATURES = {
     "profiler": "accel.ProfileKwargs",
     "DeepSpeed": "accel.DeepSpeedPlugin",
 }
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    """All generated pages, by path."""
+    return pages()
 
 
 def denials(text: str) -> list[str]:
@@ -45,13 +50,13 @@ def denied_names(text: str) -> set[str]:
     return found
 
 
-def test_the_paths_are_those_of_the_pages() -> None:
-    assert sorted(MADE) == paths()
+def test_the_paths_are_those_of_the_pages(made: dict[str, str]) -> None:
+    assert sorted(made) == paths()
 
 
 @pytest.mark.parametrize("package", sorted({path.split(".")[0] for path in exported()}))
-def test_every_public_name_of_a_package_has_an_entry(package: str) -> None:
-    page = MADE[f"reference/api/{package}.md"]
+def test_every_public_name_of_a_package_has_an_entry(package: str, made: dict[str, str]) -> None:
+    page = made[f"reference/api/{package}.md"]
     recorded = (ROOT / "ci" / "api" / f"{package}.txt").read_text(encoding="utf-8").split()
     exports = {export.name: export for export in exported()[package]}
     names = [name for name in recorded if not name.startswith("_") and name in exports]
@@ -67,16 +72,16 @@ def test_every_recorded_name_is_exported() -> None:
         assert recorded <= {export.name for export in exported()[path.stem]}, path.stem
 
 
-def test_the_command_line_page_has_every_command_and_its_own_options() -> None:
-    page = MADE["reference/command-line.md"]
+def test_the_command_line_page_has_every_command_and_its_own_options(made: dict[str, str]) -> None:
+    page = made["reference/command-line.md"]
     assert [name for name in commands() if f"\n## accel {name}\n" not in page] == []
     for flag in ("--dry_run", "--config_file", "--devices"):
         assert f"`{flag}`" in page, flag
     assert "### accel config validate" in page
 
 
-def test_the_settings_page_has_every_setting_with_flag_variables_and_default() -> None:
-    page = MADE["reference/settings.md"]
+def test_the_settings_page_has_every_setting_with_flag_variables_and_default(made: dict[str, str]) -> None:
+    page = made["reference/settings.md"]
     for name, row in settings().items():
         assert f"\n### {name}\n" in page
         assert all(f"`{variable}`" in page for variable in row.variables)
