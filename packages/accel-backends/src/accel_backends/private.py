@@ -6,8 +6,7 @@ those backends compute with them.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -297,41 +296,13 @@ def guard_shape_inference(stage: Any, guard: Callable[[Callable[[], Any], Sequen
         stage._compute_input_grads = lambda outputs, inputs, *rest: guard(lambda: run(outputs, inputs, *rest), inputs)
 
 
-def answer_shape_messages(stages: Sequence[Any]) -> None:
-    """Makes the ``PipelineStage``s of one rank find the shapes of their inputs without the ranks of other stages.
+def trust_known_shapes(stage: Any) -> None:
+    """Makes a ``PipelineStage`` with examples of its input and result not ask other ranks whether they know theirs.
 
-    A gradient that arrives has the shape of this stage's output, and an input that of the output of an earlier stage of
-    this rank. By ``_recv_meta`` and ``_send_meta``; a torch without them needs no message about a first stage, and
-    refuses the others.
-
-    Raises:
-        BackendError: this rank has no earlier stage; raised when the stage looks for its input.
+    By ``_warmup_backward_result``, which receives the answer; a torch without it uses examples without asking.
     """
-    if not stages or not hasattr(stages[0], "_recv_meta"):
-        for stage in stages:
-            before = {} if stage.is_first else stage.stage_index_to_group_rank
-            if before and before[stage.stage_index - 1] != stage.group_rank and hasattr(stage, "_shape_inference"):
-                stage._shape_inference = partial(_without_input, stage)
-        return
-    from torch.distributed.pipelining import _utils
-
-    sent: list[Any] = []
-
-    def receive(stage: Any, source: int) -> Any:
-        if source > stage.stage_index:
-            return _utils._StageBackwardMeta(_utils._derive_grad_metas(stage._stage_meta.outputs))
-        return sent[-1] if sent else _without_input(stage)
-
-    for stage in stages:
-        stage._recv_meta = partial(receive, stage)
-        stage._send_meta = lambda meta, _: sent.append(meta) if hasattr(meta, "forward_metas") else None
-
-
-def _without_input(stage: Any, *_: Any) -> NoReturn:
-    raise BackendError(
-        f"pipeline stage {stage.stage_index} needs the output of the stage before it, which is on another rank and "
-        "does not exist here; nearest: the rank with the first stage"
-    )
+    if hasattr(stage, "_warmup_backward_result"):
+        stage._warmup_backward_result = lambda received_result=None: torch.ones(1, dtype=torch.int32)
 
 
 def full_parameter(entry: Any) -> torch.Tensor | None:

@@ -57,13 +57,13 @@ def really(strategy: str | None, degrees: dict[str, int]) -> tuple[dict[str, int
     return {kind: one["bytes"] for kind, one in counted.items() if kind in MOVING}, accelerator._monitor.memory()
 
 
-def alone(strategy: str | None, degrees: dict[str, int], world_size: int) -> tuple[dict[str, int], Any]:
-    """The same of rank 0 alone."""
+def alone(strategy: str | None, degrees: dict[str, int], world_size: int, rank: int = 0) -> tuple[dict[str, int], Any]:
+    """The same of one rank alone."""
     import torch.distributed as dist
 
     from accel_state.process_group.fake_group import open_fake_group
 
-    traffic = open_fake_group(0, world_size)
+    traffic = open_fake_group(rank, world_size)
     try:
         accelerator, model, optimizer = trained(strategy, degrees)
         for _ in range(2):
@@ -96,18 +96,18 @@ def test_memory_and_traffic_are_those_of_a_real_rank(
 ) -> None:
     if degrees:
         pytest.importorskip("transformers")
-    counted, held = rank_pool.run(really, strategy, degrees, ranks=2)[0]
-    (found,) = rank_pool.run(alone, strategy, degrees, 2, ranks=1, group=None)
-    assert counted
-    assert found == (counted, held)
+    for rank, (counted, held) in enumerate(rank_pool.run(really, strategy, degrees, ranks=2)):
+        (found,) = rank_pool.run(alone, strategy, degrees, 2, rank, ranks=1, group=None)
+        assert counted
+        assert found == (counted, held)
 
 
-def evaluated() -> tuple[bool, list[list[int]]]:
+def evaluated(rank: int) -> tuple[bool, list[list[int]]]:
     import torch.distributed as dist
 
     from accel_state.process_group.fake_group import open_fake_group
 
-    open_fake_group(0, 2)
+    open_fake_group(rank, 2)
     try:
         _, model, _ = trained(None, {"pp_size": 2})
         model.eval()
@@ -119,9 +119,13 @@ def evaluated() -> tuple[bool, list[list[int]]]:
         dist.destroy_process_group()
 
 
-def test_the_first_stage_alone_evaluates_and_generates_zeros(rank_pool: RankPool) -> None:
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_stage_alone_evaluates_and_generates(rank: int, rank_pool: RankPool) -> None:
     pytest.importorskip("transformers")
-    assert rank_pool.run(evaluated, ranks=1, group=None) == [(True, [[1, 1, 1, 0, 0]] * 2)]
+    ((finite, tokens),) = rank_pool.run(evaluated, rank, ranks=1, group=None)
+    assert finite
+    assert [len(row) for row in tokens] == [5, 5]
+    assert rank or tokens == [[1, 1, 1, 0, 0]] * 2  # tokens of the last stage, which does not exist
 
 
 @pytest.mark.parametrize("world_size", [8, 64])
@@ -208,8 +212,8 @@ def reported(folder: Path, world_size: int, *words: str, flags: tuple[str, ...] 
 
 
 def test_a_script_that_never_ends_is_reported_after_one_step(tmp_path: Path) -> None:
-    found = reported(tmp_path, 64, "ddp", flags=("--num_machines", "8"))
-    assert (found["backend"], found["axes"]) == ("ddp", {"dp_replicate": 64})
+    found = reported(tmp_path, 64, "ddp", flags=("--num_machines", "8", "--rank", "63"))
+    assert (found["backend"], found["axes"], found["rank"]) == ("ddp", {"dp_replicate": 64}, 63)
     held = found["memory"]
     assert held["parameters"] == held["gradients"] == 17 * 4
     assert held["optimizer"] == 2 * 17 * 4 + 2 * 4  # two moments, and the number of steps of both parameters
@@ -327,7 +331,7 @@ def test_a_script_runs_as_one_rank_along_each_axis(case: str, world_size: int, t
     words, axes = AXES[case]
     expected = axes(world_size)
     given = [f"dp_replicate_size={expected['dp_replicate']}"] if "dp_replicate" in expected else []
-    found = reported(tmp_path, world_size, *words, *given)
+    found = reported(tmp_path, world_size, *words, *given, flags=("--rank", str(world_size // 2 + 1)))
     assert found["axes"] == expected
     assert {"fsdp": "dp_shard", "tp": "tp", "pp": "pp"}[case] in {row["axis"] for row in found["step"]}
     assert found["memory"]["optimizer"] > found["memory"]["parameters"] == found["memory"]["gradients"] > 0
@@ -337,6 +341,8 @@ def test_a_script_runs_as_one_rank_along_each_axis(case: str, world_size: int, t
     ("flags", "words"),
     [
         (("--as", "8"), "add --dry_run, or drop --as"),
+        (("--rank", "1"), "rank 1: a launch starts every rank; add --dry_run --as N, or drop --rank"),
+        (("--dry-run", "--as", "8", "--rank", "8"), "rank 8: ranks of 8 are 0 to 7; nearest: 7"),
         (("--dry-run", "--as", "8", "--num_processes", "4"), "as 8 and num_processes 4 contradict each other"),
         (("--dry-run", "--as", "8", "--num_machines", "3"), "cannot be spread evenly over 3 machines.*nearest.*6"),
         (("--dry-run", "--as", "8", "--use_megatron_lm"), "use_megatron_lm: Megatron-LM opens .*nearest: --use_fsdp"),

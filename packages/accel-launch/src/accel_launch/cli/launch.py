@@ -21,8 +21,9 @@ from accel_state.errors import LaunchError
     "world_size",
     type=click.IntRange(min=2),
     metavar="N",
-    help="With --dry_run: run SCRIPT as rank 0 of N up to its first optimizer step, and report memory and traffic.",
+    help="With --dry_run: run SCRIPT as one rank of N up to its first optimizer step, and report memory and traffic.",
 )
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="With --as N: the rank to run; the default is 0.")
 @as_json
 def launch(
     program: tuple[str, ...],
@@ -30,6 +31,7 @@ def launch(
     *,
     dry_run: bool,
     world_size: int | None,
+    rank: int | None,
     as_json: bool,
     **flags: str | bool | None,
 ) -> int:
@@ -47,7 +49,9 @@ def launch(
             raise LaunchError(f"as {world_size}: one rank of {world_size} trains nothing; add --dry_run, or drop --as")
         from accel_launch.launch.one_rank import run_one_rank
 
-        return run_one_rank(config, program, os.environ, world_size=world_size, as_json=as_json)
+        return run_one_rank(config, program, os.environ, rank=rank or 0, world_size=world_size, as_json=as_json)
+    if rank is not None:
+        raise LaunchError(f"rank {rank}: a launch starts every rank; add --dry_run --as N, or drop --rank")
     start = prepare(config, program, os.environ)
     if not dry_run:
         for note in misplaced(program):

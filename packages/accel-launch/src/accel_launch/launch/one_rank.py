@@ -1,4 +1,4 @@
-"""One rank of many: the process of ``accel launch --dry_run --as N``, which needs neither other ranks nor a network."""
+"""One rank of many: the process of ``accel launch --dry_run --as N --rank R``, without other ranks or a network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,14 +28,16 @@ _SUPERVISED = ("log_dir", "tee", "prefix_output", "max_restarts")
 
 
 def run_one_rank(
-    config: AccelConfig, program: Sequence[str], env: Mapping[str, str], *, world_size: int, as_json: bool
+    config: AccelConfig, program: Sequence[str], env: Mapping[str, str], *, rank: int, world_size: int, as_json: bool
 ) -> NoReturn:
-    """Replaces this process by rank 0 of ``world_size``.
+    """Replaces this process by rank ``rank`` of ``world_size``.
 
     Raises:
-        LaunchError: a setting that one process without others cannot carry out, or settings that contradict it.
+        LaunchError: a setting that one process without others cannot carry out, settings that contradict it, or a rank
+            that is not below ``world_size``.
     """
-    one = plan_one_rank(config, program, read_host(_alone(config)), env=env, world_size=world_size, as_json=as_json)
+    host = read_host(_alone(config))
+    one = plan_one_rank(config, program, host, env=env, rank=rank, world_size=world_size, as_json=as_json)
     become(one.argv, one.environment(env))
 
 
@@ -45,14 +47,18 @@ def plan_one_rank(
     host: HostFacts,
     *,
     env: Mapping[str, str],
+    rank: int = 0,
     world_size: int,
     as_json: bool = False,
 ) -> ProcessPlan:
-    """Plans the process of rank 0; ``num_machines`` says over how many nodes the ranks are spread.
+    """Plans the process of a rank; ``num_machines`` says over how many nodes the ranks are spread, as by torchrun.
 
     Raises:
         LaunchError: see ``run_one_rank``.
     """
+    if not 0 <= rank < world_size:
+        near = min(max(rank, 0), world_size - 1)
+        raise LaunchError(f"rank {rank}: ranks of {world_size} are 0 to {world_size - 1}; nearest: {near}")
     for name, (reason, nearest) in _UNABLE.items():
         if name in settings() and config.is_on(name):
             raise LaunchError(f"as {world_size} and {name}: {reason}; nearest: {nearest}, or --dry_run without --as")
@@ -74,20 +80,22 @@ def plan_one_rank(
     (process,) = plan(alone, program, host, env=env).processes
     kind = "module" if config.module else "script"
     form = "json" if as_json else "text"
+    node, local_rank = divmod(rank, world_size // nodes)
     place = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
+        "RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size // nodes),
-        "GROUP_RANK": "0",
+        "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_PORT": str(config.main_process_port or DEFAULT_PORT),
         # Otherwise torch's profiler, which measures the peak on CPUs, prints its start and stop (level 5, USDT).
         "KINETO_LOG_LEVEL": env.get("KINETO_LOG_LEVEL", "6"),
     }
-    argv = (host.python, "-P", "-m", _RUNNER, "0", str(world_size), form, kind, *program)
-    return ProcessPlan(0, 0, argv, {**process.env, **place}, process.unset)
+    argv = (host.python, "-P", "-m", _RUNNER, str(rank), str(world_size), form, kind, *program)
+    return ProcessPlan(rank, local_rank, argv, {**process.env, **place}, process.unset)
 
 
 def _alone(config: AccelConfig) -> AccelConfig:

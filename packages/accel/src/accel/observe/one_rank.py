@@ -122,6 +122,10 @@ class _StepObserver:
         threading.Thread(target=_exit_after, args=(_PATIENCE,), daemon=True).start()
         raise _Ended
 
+    def close(self) -> None:
+        """Stops the profiler, which otherwise crashes an interpreter that exits after an error of the script."""
+        self._profile.close()
+
     def _report(self, notes: tuple[str, ...]) -> RankReport:
         assert self.monitor is not None
         step = [one for sent in self._sent.values() for one in sent]
@@ -246,6 +250,8 @@ def main(words: list[str]) -> int:
     except SystemExit as error:
         if not observer.reported and error.code not in (None, 0):
             raise
+    finally:
+        observer.close()
     if observer.reported:
         return 0
     print(f"{target} ended before an optimizer step was taken, so there is nothing to report", file=sys.stderr)

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 from accel_backends.parallel.pipeline.faults import Faults, FaultTolerantStage
 from accel_backends.parallel.pipeline.schedules import ScheduleKind
 from accel_backends.parallel.pipeline.stages import Feed, Stage
-from accel_backends.private import answer_shape_messages, leave_out_backwards
+from accel_backends.private import leave_out_backwards, trust_known_shapes
 from accel_state.collectives.group_argument import is_fake
 
 ARGUMENTS: Final = "arguments of the call"
@@ -153,11 +153,12 @@ class Pipeline:
             return known[1]
         plan = self.plan
         parts: list[FaultTolerantStage] = []
+        alone = is_fake(plan.group)  # no rank would answer a message about shapes
         for stage, index in zip(self.stages, plan.held, strict=True):
-            examples: dict[str, Any] = stage.example_tensors(feed.shape, backward=backward)
+            examples: dict[str, Any] = stage.example_tensors(feed.shape, backward=backward, alone=alone)
             parts.append(FaultTolerantStage(stage, index, plan.num_stages, plan.device, group=plan.group, **examples))
-        if is_fake(plan.group):
-            answer_shape_messages(parts)
+        for part in parts if alone else ():
+            trust_known_shapes(part)
         several = plan.num_stages > dist.get_world_size(plan.group)
         made_by: type[Any] = plan.kind.made_by if backward or several else ScheduleGPipe
         # torch's own scaling would divide the gradients of earlier micro-batches of an accumulation window again.

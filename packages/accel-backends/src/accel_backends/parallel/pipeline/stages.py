@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast, final
 
 import torch
@@ -153,6 +153,8 @@ class Stage(nn.Module):
         blocks, self.number = whole.blocks, number
         self.faults: Faults | None = None
         self._features = _features(whole)
+        before = [whole.base.get_submodule(name) for name in whole.embeddings] + list(blocks)[: mine.start]
+        self._follows_trained = any(one.requires_grad for module in before for one in module.parameters())
         self.first, self.last = mine.start == 0, mine.stop == len(blocks)
         self.feed: Feed | None = None
         base = _shell(whole.base)
@@ -234,18 +236,28 @@ class Stage(nn.Module):
         result = result.sum().reshape(1) if self.last else result
         return result.to(known.dtype) if known else result
 
-    def example_tensors(self, shape: tuple[int, ...], *, backward: bool) -> dict[str, torch.Tensor]:
+    def example_tensors(
+        self, shape: tuple[int, ...], *, backward: bool, alone: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Tensors without values like the input and the result of the stage for micro-batches of ``shape``.
 
-        Empty before the first run, in which torch finds them by running one micro-batch more.
+        Empty before the first run, in which torch finds them by running one micro-batch more and asking the stages
+        before. If this rank is ``alone``, those before the first run are as embeddings and blocks that keep them.
         """
-        given, result = self._traits.get(backward, (None, None))
+        given, result = self._traits.get(backward, self._assumed_traits(backward) if alone else (None, None))
         if given is None or result is None:
             return {}
         return {
             "input_args": given.example((1,) if self.first else shape),
             "output_args": result.example((1,) if self.last else shape),
         }
+
+    def _assumed_traits(self, backward: bool) -> tuple[_Traits, _Traits]:
+        """Traits of the input and of the result of a stage that has received nothing yet."""
+        kept = _Traits(*self._features, trained=backward and self._follows_trained)
+        given = _Traits((), torch.int64, trained=False) if self.first else kept
+        own = backward and (self._follows_trained or any(one.requires_grad for one in self.target.parameters()))
+        return given, _Traits((), torch.float32, own) if self.last else replace(kept, trained=own)
 
     def _record_routers(
         self, base: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
