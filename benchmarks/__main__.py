@@ -6,7 +6,7 @@ import sys
 
 import benchmarks
 
-HELPERS = {"__main__", "harness", "loaders", "loops"}
+HELPERS = {"__main__", "by_hand", "harness", "loaders", "loops"}
 
 if __name__ == "__main__":
     names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name not in HELPERS]

@@ -157,7 +157,7 @@ def llama(bench: Bench) -> Workload:
 
 def stack(bench: Bench) -> Workload:
     """M3: 4 Llama blocks of width 4096 on 16k tokens; three of them with AdamW fit beside each other into 80 GB."""
-    layers, width, heads, hidden = bench.pick((4, 4096, 32, 14336), (3, 64, 4, 128))
+    layers, width, heads, hidden = bench.pick((4, 4096, 32, 14336), (1, 64, 4, 128))
     batch, length = bench.pick((8, 2048), (2, 16))
     return Workload(
         "stack",

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Options that leave the quickest part that still shows every column; columns that hold numbers in some row.
 RUNS = {
-    "axes": (["--cases", "tp:2"], {"raw_ms", "wall_ratio", "cpu_ratio", "+-"}),
+    "axes": (["--cases", "cp:2", "ep:2"], {"raw_ms", "wall_ratio", "cpu_ratio", "+-"}),
     "checkpoint": (["--ranks", "1"], {"mib", "base_ms", "goal", "accel", "extra_memory"}),
     "collectives": ([], {"bare_us", "by_hand_to_bare", "accel_to_bare", "accel_to_by_hand"}),
     "deepspeed": (["--stages", "1"], {"raw_ms", "wall_percent", "cpu_percent"}),
@@ -55,6 +55,16 @@ def test_every_benchmark_can_be_imported():
     for name in RUNS:
         if name not in ELSEWHERE:
             assert callable(importlib.import_module(f"benchmarks.{name}").main)
+
+
+@pytest.mark.ranks(1, group=False)
+def test_a_step_that_trains_otherwise_than_by_hand_is_no_figure():
+    from benchmarks.axes import check_equal
+
+    check_equal("cp:2", {"raw": lambda: 1.0, "accel": lambda: 1.000001})
+    check_equal("pp:2", {"raw": lambda: None, "accel": lambda: 1.0})  # a stage without a loss by hand
+    with pytest.raises(AssertionError, match="cp:2: losses of step 1 differ"):
+        check_equal("cp:2", {"raw": lambda: 1.0, "accel": lambda: 1.001})
 
 
 @pytest.mark.sampled(1)
