@@ -277,7 +277,7 @@ def test_a_full_tensor_of_a_checkpointed_block_is_refused_by_name() -> None:
     backend, model = open_backend(activation_checkpointing=True), make_model("transformer")
     weights = {"blocks.0.up.weight": model.blocks[0].up.weight.detach().clone()}
     wrapped = backend.prepare(Bundle([model], [torch.optim.SGD(model.parameters(), lr=0.1)])).models[0]
-    with pytest.raises(BackendError, match=r"was given the whole blocks\.0\.up\.weight"):
+    with pytest.raises(BackendError, match=r"was given the full blocks\.0\.up\.weight"):
         wrapped.load_state_dict(weights, strict=False)
 
 

@@ -125,8 +125,9 @@ class FSDPBackend(ModuleBackend):
         """As every backend, after all ranks have verified that they prepare the same."""
         config = self._options
         if bundle.training and self.session.world_size > 1:
-            whole = [model for model in bundle.models if not is_sharded(innermost(model))]
-            filled = compare_ranks(whole, self._units, synchronised=config.sync_module_states, group=self.session.group)
+            replicated = [model for model in bundle.models if not is_sharded(innermost(model))]
+            group = self.session.group
+            filled = compare_ranks(replicated, self._units, synchronised=config.sync_module_states, group=group)
             self._source_filled = filled[0]
             self._all_filled = all(filled) and not config.cpu_ram_efficient_loading
             self._dropping = config.cpu_ram_efficient_loading and self._source_filled and self.session.rank > 0

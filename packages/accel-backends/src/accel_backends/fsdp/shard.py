@@ -189,9 +189,9 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
         mesh = how.expert_mesh if name in units.experts else None
         _shard_unit(named[name], how, apart, wide=name in units.wide, experts=mesh)
     _shard_unit(model, how, apart, root=True)
-    whole = [parameter for parameter in model.parameters() if parameter in ignored]
-    how.send([*scalars, *(p for p in whole if p.requires_grad or not how.all_filled), *model.buffers()])
-    averaged = ReplicatedParameters([*scalars, *whole], how.group, dist.get_world_size(how.group))
+    replicated = [parameter for parameter in model.parameters() if parameter in ignored]
+    how.send([*scalars, *(p for p in replicated if p.requires_grad or not how.all_filled), *model.buffers()])
+    averaged = ReplicatedParameters([*scalars, *replicated], how.group, dist.get_world_size(how.group))
     sharded = adopt(model, averaged, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
         find_unused(model, sharded)

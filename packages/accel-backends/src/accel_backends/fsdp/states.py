@@ -118,10 +118,10 @@ def _refuse(ignored: tuple[str, ...], module: nn.Module, state: Any, prefix: str
         return
     names = named_parameters(module)
     given = (name for name, value in state.items() if name in names and not is_dtensor(value))
-    whole = next((name for name in given if not name.startswith(ignored)), None)
-    if whole is not None:
+    full = next((name for name in given if not name.startswith(ignored)), None)
+    if full is not None:
         raise BackendError(
-            f"load_state_dict of a model prepared with fsdp_version=1 was given the whole {whole}, and every rank "
+            f"load_state_dict of a model prepared with fsdp_version=1 was given the full {full}, and every rank "
             "holds pieces; load weights before prepare, or copy them within accelerator.full_parameters(model), or use "
             "fsdp_version=2, which takes full tensors"
         )

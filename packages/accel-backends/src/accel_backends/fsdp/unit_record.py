@@ -36,10 +36,10 @@ def watch_units(
     watchdog = active()
     if watchdog is None or not watchdog.concerns(group):
         return
-    for name, (gathering, whole) in units.items():
+    for name, (gathering, module) in units.items():
         unit = _Recorded(f"{kind}.{name}" if name else kind, replicas)
         gathering.register_forward_pre_hook(unit.enter, prepend=True)
-        whole.register_forward_pre_hook(unit.leave)
+        module.register_forward_pre_hook(unit.leave)
     if replicas == 1:
         watchdog.compare_machines()
     end = _Recorded(f"end of {kind}", replicas)

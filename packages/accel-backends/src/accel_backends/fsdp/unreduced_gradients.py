@@ -58,8 +58,8 @@ def drop_gradients(model: nn.Module) -> None:
     """Drops all gradients, those that torch has not reduced yet included."""
     for entry, _ in _unreduced(model):
         entry.unsharded_accumulated_grad = None
-        if (whole := full_parameter(entry)) is not None:
-            whole.grad = None
+        if (full := full_parameter(entry)) is not None:
+            full.grad = None
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -87,8 +87,8 @@ def added_up(entry: Any) -> torch.Tensor | None:
     """Returns the full unreduced gradient of a parameter on this rank, given torch's ``FSDPParam``."""
     added: torch.Tensor | None = entry.unsharded_accumulated_grad
     if added is None:
-        whole = full_parameter(entry)
-        added = None if whole is None else whole.grad
+        full = full_parameter(entry)
+        added = None if full is None else full.grad
     return added
 
 

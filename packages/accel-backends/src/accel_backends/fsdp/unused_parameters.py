@@ -41,9 +41,9 @@ class Usage:
                 self._without.add(key)
             if added_up(entry) is not None:
                 self._used.add(key)
-            whole = full_parameter(entry)
-            if key not in self._hooked and whole is not None and whole.requires_grad:
-                self._hooked[key] = whole.register_post_accumulate_grad_hook(_noting(self._used, key))
+            full = full_parameter(entry)
+            if key not in self._hooked and full is not None and full.requires_grad:
+                self._hooked[key] = full.register_post_accumulate_grad_hook(_noting(self._used, key))
 
     @torch.no_grad()
     def end(self, modules: Iterable[nn.Module], *, device: torch.device, group: Any = None) -> None:
@@ -78,7 +78,7 @@ class Usage:
 
 
 def _noting(used: set[int], key: int) -> Any:
-    return lambda whole: used.add(key)
+    return lambda full: used.add(key)
 
 
 def _entries(modules: Iterable[nn.Module]) -> Iterator[Any]:

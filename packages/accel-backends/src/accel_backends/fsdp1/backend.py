@@ -132,9 +132,9 @@ class FSDP1Backend(ModuleBackend):
         """
         if not bundle.training:
             return super().bind(bundle)
-        whole = [model for model in bundle.models if find_fsdp1(model) is None]
+        replicated = [model for model in bundle.models if find_fsdp1(model) is None]
         synchronised = self._options.sync_module_states
-        self._filled = compare_ranks(whole, self._units, synchronised=synchronised, group=self.session.group)
+        self._filled = compare_ranks(replicated, self._units, synchronised=synchronised, group=self.session.group)
         stepped = _to_split(bundle)
         states = [optimizer_state(optimizer, bundle.models) for optimizer in stepped]
         for optimizer in stepped:
@@ -277,5 +277,5 @@ class FSDP1Backend(ModuleBackend):
 
 def _to_split(bundle: Bundle) -> list[Optimizer]:
     """Returns the optimizers with state for models that are not wrapped yet."""
-    whole = [model for model in bundle.models if find_fsdp1(model) is None]
-    return [one for one in bundle.optimizers if any(one.state.values()) and updated(one, whole)]
+    replicated = [model for model in bundle.models if find_fsdp1(model) is None]
+    return [one for one in bundle.optimizers if any(one.state.values()) and updated(one, replicated)]

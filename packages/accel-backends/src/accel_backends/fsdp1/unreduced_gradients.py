@@ -37,9 +37,9 @@ def unreduced_gradients(model: "FullyShardedDataParallel") -> dict[str, torch.Te
     """
     found: dict[str, torch.Tensor] = {}
     for unit in _units(model):
-        whole = _whole(unit)
-        if whole is not None:
-            views = unit.handle._get_unflat_views(whole)
+        full = _full(unit)
+        if full is not None:
+            views = unit.handle._get_unflat_views(full)
             trained = (parameter.requires_grad for parameter in unit.flat._params)
             found |= {
                 name: view.clone() for name, view, trains in zip(unit.names, views, trained, strict=True) if trains
@@ -105,7 +105,7 @@ def _units(model: "FullyShardedDataParallel") -> Iterator[_Unit]:
             yield _Unit(handle, [prefixes[id(info.module)] + info.param_name for info in infos])
 
 
-def _whole(unit: _Unit) -> torch.Tensor | None:
+def _full(unit: _Unit) -> torch.Tensor | None:
     """Returns the unreduced flat gradient plus the reduced one (all-gathered, equal on all ranks), as a full tensor."""
     unit.handle._reset_flat_param_grad_info_if_needed()  # zero_grad has cleared the original parameters only
     reduced: torch.Tensor | None = getattr(unit.flat, "_saved_grad_shard", None)

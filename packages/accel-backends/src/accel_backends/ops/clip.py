@@ -110,8 +110,8 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float, *, pieces: Piece
     meshes: dict[Pieces, list[torch.Tensor]] = {}
     for gradient in gradients:
         if _is_sharded(gradient):
-            whole, dims = _reducible(gradient)
-            meshes.setdefault((whole.device_mesh, dims), []).append(whole.to_local())
+            reduced, dims = _reducible(gradient)
+            meshes.setdefault((reduced.device_mesh, dims), []).append(reduced.to_local())
         elif pieces is not None:
             meshes.setdefault(pieces, []).append(gradient)
         else:
@@ -230,8 +230,8 @@ def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
     if any(placement.is_partial() for placement in gradient.placements):
         from torch.distributed.tensor import Replicate
 
-        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)
+        reduced = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = gradient.redistribute(placements=reduced)
     return gradient, tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 

@@ -74,26 +74,26 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
             shape=sharded.shape,
             stride=sharded.stride(),
         )
-    whole: torch.Tensor = sharded.full_tensor()
-    return whole
+    full: torch.Tensor = sharded.full_tensor()
+    return full
 
 
-def sharded_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Shards the full tensor ``whole``, which every rank has, like ``model``; without communication.
+def sharded_like(full: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Shards the full tensor ``full``, which every rank has, like ``model``; without communication.
 
-    The dtype is kept. Returns ``whole`` unchanged if ``model`` is no DTensor, ``whole`` is one, or the shapes differ.
+    The dtype is kept. Returns ``full`` unchanged if ``model`` is no DTensor, ``full`` is one, or the shapes differ.
     """
-    if not is_dtensor(model) or is_dtensor(whole) or whole.shape != model.shape:
-        return whole
+    if not is_dtensor(model) or is_dtensor(full) or full.shape != model.shape:
+        return full
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     like = cast("DTensor", model)
     device = like.to_local().device
     if device.type == like.device_mesh.device_type:
-        return distribute_tensor(whole.to(device), like.device_mesh, like.placements, src_data_rank=None)
+        return distribute_tensor(full.to(device), like.device_mesh, like.placements, src_data_rank=None)
     # Sharded on the mesh's own device and then copied to the host, one tensor at a time.
     placed = distribute_tensor(
-        whole.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
+        full.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
     )
     return DTensor.from_local(
         placed.to_local().to(device),
@@ -157,11 +157,11 @@ def full_state(state: Mapping[str, Any], *, keep: bool = True, host: bool = True
     """
     found: dict[str, Any] = {}
     for name, value in state.items():
-        whole = gathered(value) if isinstance(value, torch.Tensor) else value
+        full = gathered(value) if isinstance(value, torch.Tensor) else value
         if keep:
-            found[name] = whole
-            if isinstance(whole, torch.Tensor):
-                found[name] = whole.detach().cpu() if host else whole.detach()
+            found[name] = full
+            if isinstance(full, torch.Tensor):
+                found[name] = full.detach().cpu() if host else full.detach()
     return found
 
 
@@ -183,20 +183,20 @@ def full_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[Non
     Collective: every rank of the group must call this.
     """
     sharded: dict[int, nn.Parameter] = {}
-    whole: dict[int, nn.Parameter] = {}
+    full: dict[int, nn.Parameter] = {}
     swapped: list[tuple[nn.Module, str, int]] = []
     for place in list(places(model)):
         for name, parameter in place.module._parameters.items():
             if parameter is None or not is_dtensor(parameter):
                 continue
             key = id(parameter)
-            if key not in whole:
+            if key not in full:
                 sharded[key] = parameter
-                full = gathered(parameter)
-                whole[key] = nn.Parameter(full.clone() if _shares(full, parameter) else full, parameter.requires_grad)
+                value = gathered(parameter)
+                full[key] = nn.Parameter(value.clone() if _shares(value, parameter) else value, parameter.requires_grad)
             swapped.append((place.module, name, key))
     for module, name, key in swapped:
-        module._parameters[name] = whole[key]
+        module._parameters[name] = full[key]
     try:
         yield
     finally:
@@ -205,7 +205,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[Non
         if writeback:
             with torch.no_grad():
                 for key, parameter in sharded.items():
-                    parameter.copy_(sharded_like(whole[key].detach(), parameter))
+                    parameter.copy_(sharded_like(full[key].detach(), parameter))
 
 
 def _shares(full: torch.Tensor, parameter: Any) -> bool:

@@ -68,8 +68,8 @@ def tried_by_element(optimizer: Optimizer, device: torch.device | str = "cpu") -
         return beyond_elements(optimizer, "deepspeed") is None
     trial = OptimizerTrial.of(optimizer, device)
     with trial.leaves_random_numbers():
-        whole = trial.expected()
-        if whole is None:
+        full = trial.expected()
+        if full is None:
             return None
         (matrix, vector), gradients = trial.values, trial.gradients
         cut = 9
@@ -78,7 +78,7 @@ def tried_by_element(optimizer: Optimizer, device: torch.device | str = "cpu") -
             trial.stepped([matrix.flatten()[cut:], vector], [[one.flatten()[cut:], other] for one, other in gradients]),
         ]
     return all(part is not None for part in ranks) and agree_closely(
-        whole, [tensor for part in ranks if part is not None for tensor in part]
+        full, [tensor for part in ranks if part is not None for tensor in part]
     )
 
 
@@ -118,8 +118,8 @@ class OptimizerTrial:
 
     def expected(self) -> list[torch.Tensor] | None:
         """Returns the parameters after the steps; None if unknown, see ``tried_by_element``."""
-        whole, again = (self.stepped(self.values, self.gradients) for _ in range(2))
-        return whole if whole is not None and again is not None and all(map(torch.equal, whole, again)) else None
+        full, again = (self.stepped(self.values, self.gradients) for _ in range(2))
+        return full if full is not None and again is not None and all(map(torch.equal, full, again)) else None
 
     def stepped(
         self, values: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]]

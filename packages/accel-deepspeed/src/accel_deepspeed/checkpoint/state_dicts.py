@@ -38,17 +38,15 @@ class PartitionLayout:
     mesh: Any
     groups: tuple[tuple[str, ...], ...]
 
-    def sharded(self, whole: torch.Tensor) -> torch.Tensor:
+    def sharded(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of a full tensor, as a DTensor."""
-        if self.mesh is None or whole.dim() == 0:
-            return whole
+        if self.mesh is None or full.dim() == 0:
+            return full
         from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-        placed = distribute_tensor(whole, self.mesh, [Shard(0)], src_data_rank=None)
+        placed = distribute_tensor(full, self.mesh, [Shard(0)], src_data_rank=None)
         local = placed.to_local().clone()  # so that the memory of the full tensor is freed
-        return DTensor.from_local(
-            local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
     def empty(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns an uninitialised tensor of the parameter's full shape, sharded like its states."""
@@ -74,12 +72,12 @@ def full_of(parts: Partitions, parameter: nn.Parameter, key: str | None = None) 
     shape = local_shape_of(parameter)
     with parts.held(parameter) as part:
         dtype = _dtype_elsewhere(parts, key) if part.flat is None else _source(parts, part, key).dtype
-        whole = torch.zeros(shape.numel(), dtype=dtype, device=parts.engine.device)
+        full = torch.zeros(shape.numel(), dtype=dtype, device=parts.engine.device)
         if part.size and part.flat is not None:
-            whole.narrow(0, part.start, part.size).copy_(part.of(_source(parts, part, key)))
+            full.narrow(0, part.start, part.size).copy_(part.of(_source(parts, part, key)))
     if dist.get_world_size(parts.group(parameter)) > 1 and shape.numel() and parts.spread:
-        dist.all_reduce(whole, group=parts.group(parameter))
-    return full_of_shard(parameter, whole.view(shape))
+        dist.all_reduce(full, group=parts.group(parameter))
+    return full_of_shard(parameter, full.view(shape))
 
 
 def put_full(parts: Partitions, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:

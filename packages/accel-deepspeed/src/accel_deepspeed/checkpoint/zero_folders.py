@@ -103,9 +103,9 @@ def read_folder(folder: str | Path, tag: str | None = None, *, groups: Sequence[
     facts = parts[0][1]
     if len(parts) != (ranks := int(facts.get("mp_world_size") or 1)):
         raise CheckpointError(f"{place} was saved by {ranks} tensor-parallel ranks, and has the states of {len(parts)}")
-    whole = parts[0][0] if len(parts) == 1 else _put_together(place, [part for part, _ in parts], facts)
-    whole.model.update({name: whole.model[first] for name, first in _aliases(facts).items() if first in whole.model})
-    return whole
+    full = parts[0][0] if len(parts) == 1 else _put_together(place, [part for part, _ in parts], facts)
+    full.model.update({name: full.model[first] for name, first in _aliases(facts).items() if first in full.model})
+    return full
 
 
 def _read_rank(
@@ -119,7 +119,7 @@ def _read_rank(
     if not optim:
         if facts.get("param_shapes"):
             raise CheckpointError(f"{place} was saved with ZeRO, and lacks the optim states of its ranks")
-        state, optimizer, scale = _whole(facts, groups)
+        state, optimizer, scale = _full_state(facts, groups)
     elif int(optim[0]["optimizer_state_dict"]["zero_stage"]) == 3:
         state, optimizer, scale = _sharded(models, [one["optimizer_state_dict"] for one in optim])
     else:
@@ -271,7 +271,7 @@ def _states_of(
     return found
 
 
-def _whole(
+def _full_state(
     facts: Mapping[str, Any], groups: Sequence[Sequence[str]] | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None, Any]:
     """Reads a stage 0 state: unsharded parameters and states, in 16 bits with fp32 master weights beside."""
@@ -359,8 +359,8 @@ def _joined(lines: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size]) -> 
     start = 0
     for name, shape in shapes.items():
         size = -(-shape.numel() // len(lines))
-        whole = torch.cat([line.narrow(0, start, size) for line in lines])
-        yield name, whole[: shape.numel()].view(shape).detach().clone()
+        full = torch.cat([line.narrow(0, start, size) for line in lines])
+        yield name, full[: shape.numel()].view(shape).detach().clone()
         start += size
 
 

@@ -19,7 +19,7 @@ from accel_deepspeed.zero.gradients import Gradients
 from accel_deepspeed.zero.missing_gradients import LeftOut
 from accel_deepspeed.zero.parameter_edits import Edits, NativeLoads, hook_loading
 from accel_deepspeed.zero.partitions import OwnParts, Partitions, parts_of
-from accel_deepspeed.zero.stage0 import WholeGradients
+from accel_deepspeed.zero.stage0 import FullGradients
 from accel_deepspeed.zero.stage3 import ShardedGradients
 from accel_deepspeed.zero.stage12 import PartitionedGradients
 from accel_precision.policy import PrecisionPolicy
@@ -168,7 +168,7 @@ def gradients_of(engine: Any, partitions: Partitions | None) -> Gradients:
         return ShardedGradients(engine, partitions)
     if hasattr(engine.optimizer, "averaged_gradients"):
         return PartitionedGradients(engine, partitions)
-    return WholeGradients(engine, partitions)
+    return FullGradients(engine, partitions)
 
 
 def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session: "Session") -> None:

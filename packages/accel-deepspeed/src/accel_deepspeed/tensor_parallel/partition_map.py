@@ -67,16 +67,16 @@ class PartMap:
         """Whether any rank has less than the full parameter."""
         return any(shape != self.shape for shape in self.shapes)
 
-    def put(self, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
+    def put(self, full: torch.Tensor, part: torch.Tensor, rank: int) -> None:
         """Copies a rank's shard into a flat full parameter."""
         flat = _flat(part)
         for piece in self.pieces[rank]:
-            piece.of_full(whole).copy_(piece.of_part(flat))
+            piece.of_full(full).copy_(piece.of_part(flat))
 
-    def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def take(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """Returns a rank's shard of a full parameter, as a new flat tensor."""
-        source = _flat(whole)
-        part = torch.empty(self.shapes[rank].numel(), dtype=whole.dtype, device=whole.device)
+        source = _flat(full)
+        part = torch.empty(self.shapes[rank].numel(), dtype=full.dtype, device=full.device)
         for piece in self.pieces[rank]:
             piece.of_part(part).copy_(piece.of_full(source))
         return part
@@ -90,18 +90,18 @@ class PartMap:
         if [part.shape for part in parts] != list(self.shapes):
             found, expected = ([tuple(shape) for shape in shapes] for shapes in ([p.shape for p in parts], self.shapes))
             raise ValueError(f"parts of {found}, and {expected} are described")
-        whole = torch.empty(self.shape.numel(), dtype=parts[0].dtype)
+        full = torch.empty(self.shape.numel(), dtype=parts[0].dtype)
         covered = torch.zeros(self.shape.numel(), dtype=torch.bool)
         try:
             for rank, part in enumerate(parts):
-                self.put(whole, part, rank)
+                self.put(full, part, rank)
                 for piece in self.pieces[rank]:
                     piece.of_full(covered).fill_(True)
         except RuntimeError as error:
             raise ValueError(f"blocks lie outside of it: {error}") from error
         if not covered.all():
             raise ValueError(f"{int((~covered).sum())} of its {covered.numel()} elements are no rank's")
-        return whole.view(self.shape)
+        return full.view(self.shape)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class TensorParallelShard:
     map: PartMap
     group: Any
 
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
+    def full(self, part: torch.Tensor) -> torch.Tensor:
         """Assembles the full parameter on every rank of the group from all shards.
 
         Collective: every rank of the group must call this.
@@ -36,9 +36,9 @@ class TensorParallelShard:
         dist.all_reduce(found, group=self.group)
         return found.view(self.map.shape)
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's shard of a full parameter, as a flat tensor."""
-        return self.map.take(whole, self.group.rank())
+        return self.map.take(full, self.group.rank())
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
@@ -77,10 +77,10 @@ def full_of_shard(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     Collective: every rank of the group must call this.
     """
     cut = cut_of(parameter)
-    return part if cut is None else cut.whole(part)
+    return part if cut is None else cut.full(part)
 
 
-def shard_of_full(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def shard_of_full(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """Returns this rank's tensor-parallel shard of a full value or state of a parameter, as a flat tensor."""
     cut = cut_of(parameter)
-    return whole.reshape(-1) if cut is None else cut.part(whole)
+    return full.reshape(-1) if cut is None else cut.part(full)

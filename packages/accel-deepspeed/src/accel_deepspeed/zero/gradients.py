@@ -287,7 +287,7 @@ class Gradients(ABC):
         self.settle()
         absent = set(map(id, self.absent()))
         there = {name: one for name, one in parameters.items() if one.requires_grad and id(one) not in absent}
-        return {name: self.whole(parameter) for name, parameter in there.items()}
+        return {name: self.full(parameter) for name, parameter in there.items()}
 
     def absent(self) -> list[nn.Parameter]:
         """Returns the parameters without a gradient on any rank. Collective: every rank of the group must call this."""
@@ -340,7 +340,7 @@ class Gradients(ABC):
         """Returns the optimizer's tensors."""
         return [] if self._partitions is None else self._partitions.flats()
 
-    def whole(self, parameter: nn.Parameter) -> torch.Tensor:
+    def full(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns a full settled gradient. Collective: every rank of the group must call this."""
         from deepspeed.utils import safe_get_full_grad
 

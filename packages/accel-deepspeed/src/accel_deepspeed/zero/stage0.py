@@ -13,7 +13,7 @@ from accel_deepspeed.zero.partitions import Partitions
 
 
 @final
-class WholeGradients(Gradients):
+class FullGradients(Gradients):
     """Stage 0: full gradients in the parameters, averaged over ranks by an all-reduce.
 
     The average of an average and later gradients is the average of all, so reduced gradients can accumulate further.
