@@ -5,7 +5,7 @@ from typing import Any
 PAGE = "docs/reference/differences.md"
 """The page that lists all of these names, with reasons."""
 
-_STAGES = "prepare_pippy splits a causal language model into stages and runs them"
+_STAGES = "prepare_pippy splits a model into stages and runs them"
 _MEGATRON = "accel-megatron has MegatronLMPlugin, for strategy=; the loop is the ordinary one"
 _FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"
 _FP8 = 'mixed_precision="fp8" with AORecipeKwargs or TERecipeKwargs in kwargs_handlers does that here'

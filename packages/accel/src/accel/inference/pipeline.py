@@ -18,28 +18,32 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Splits a causal language model of transformers into one stage for each rank; its calls run the pipeline.
+    """Splits a model into one stage for each rank; its calls run the pipeline.
+
+    A model has lists of blocks that run once each, one after the other: a decoder, an encoder, or both. One call in
+    host memory shows in which order a model runs its modules.
 
     Every rank calls the model, which computes the arguments of rank 0, without gradients; those of other ranks are not
-    used and may be left out. A rank keeps the parameters of its own stage. ``generate`` decodes greedily, on all ranks.
-    With one rank the model stays as it is.
+    used and may be left out. A rank keeps the parameters of its own stage. ``generate`` of causal language models
+    decodes greedily, on all ranks. With one rank the model stays as it is.
 
     Args:
         model: in host memory, with equal modules on all ranks; it is set to evaluation.
         split_points: names of the blocks with which the second and later stages begin, as ``"model.layers.2"``;
             "auto": stages whose parameters are about equally large.
         no_split_module_classes: names of classes of modules that may not be divided. Blocks never are.
-        example_args: arguments of one call that is made now, so that a model or arguments that a pipeline does not
-            compute raise their error here; empty, with no ``example_kwargs``: no call.
+        example_args: arguments of the call that shows the order of the modules. It is then made with the stages too, so
+            that what a pipeline does not compute raises its error here. Empty, with no ``example_kwargs``: the
+            ``dummy_inputs`` of models of transformers.
         example_kwargs: further arguments of that call.
         num_chunks: equal micro-batches of each batch; None: one for each rank. A batch that does not divide is split
-            into fewer.
+            into fewer, and one with ``labels`` is not split, because the loss is that of the batch.
         gather_output: whether every rank receives the outputs; otherwise the last rank has them, and other ranks
             receive None.
 
     Returns:
         The model itself, whose ``forward`` is replaced. Its attributes are those of Accelerate: ``hf_split_points``
-        (the names), ``pippy_stage`` (the stages of this rank) and ``_original_forward``.
+        (the names), ``pippy_stage`` (the stage of this rank) and ``_original_forward``.
 
     Raises:
         PrepareError: the model cannot be split in this way.
@@ -59,26 +63,22 @@ def prepare_pippy(
         model.to(session.device.torch)
         found: list[str] = []
     else:
-        from accel_backends.pipeline.inference import FedByFirstRank, split_for_inference
+        from accel_backends.pipeline.inference.model import FedByFirstRank
+        from accel_backends.pipeline.inference.split import split_for_inference
 
         pipelined, found = split_for_inference(
             model,
             session,
+            example=(example_args, example_kwargs or {}),
             split_points=points,
             undivided=undivided,
             num_microbatches=num_chunks,
             gather_output=gather_output,
         )
-        run, has_output = FedByFirstRank(pipelined, session), gather_output or pipelined.pipeline.plan.has_last
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = run(*args, **kwargs)
-            return output if has_output else None
-
-        model.forward = forward
+        model.forward = FedByFirstRank(pipelined, session)
         if hasattr(model, "generate"):
             object.__setattr__(model, "generate", FedByFirstRank(pipelined.generate, session))
-        object.__setattr__(model, "pippy_stage", pipelined.pipeline)
+        object.__setattr__(model, "pippy_stage", pipelined.stage)
     object.__setattr__(model, "hf_split_points", found)
     object.__setattr__(model, "_original_forward", original)
     if example_args or example_kwargs:
