@@ -87,14 +87,14 @@ class PipelineBackend(ModuleBackend):
     def check(self, bundle: Bundle) -> None:
         """Refuses models that cannot be split, and optimizers that hold parameters of several models."""
         for model in bundle.models:
-            whole = innermost(model)
-            self._ranges(CausalLM.of(whole))
-            if router_loss_asked(whole, {}):
-                check_routers(whole, self._options, training=bundle.training, kind=PrepareError)
-            self._axes.check(whole)
-            self._places(whole)
+            inner = innermost(model)
+            self._ranges(CausalLM.of(inner))
+            if router_loss_asked(inner, {}):
+                check_routers(inner, self._options, training=bundle.training, kind=PrepareError)
+            self._axes.check(inner)
+            self._places(inner)
             if self._mesh.sharding is not None:
-                check_shardable(whole, axes=self._mesh.sharded_by, upcast=upcasts(self.policy))
+                check_shardable(inner, axes=self._mesh.sharded_by, upcast=upcasts(self.policy))
         axes = self._mesh.sharded_by + (() if self._mesh.tensor is None else ("tp_size",))
         check_optimizers(bundle.optimizers, self._split_parameters(bundle.models), axes=axes)
         known = {id(parameter) for model in bundle.models for parameter in model.parameters()}
@@ -164,27 +164,27 @@ class PipelineBackend(ModuleBackend):
         """Context in which gradients are averaged although the forward ran under ``no_sync``."""
         return _reducing(model, True) if isinstance(model, PipelinedModel) else NOTHING
 
-    def _ranges(self, whole: CausalLM) -> list[range]:
+    def _ranges(self, causal_lm: CausalLM) -> list[range]:
         split = self._options.split
         if split is not None:
-            return given_ranges(split, len(whole.blocks), self._num_stages)
-        return balanced_ranges(whole.block_bytes, self._num_stages)
+            return given_ranges(split, len(causal_lm.blocks), self._num_stages)
+        return balanced_ranges(causal_lm.block_bytes, self._num_stages)
 
     def _split(self, model: nn.Module, bundle: Bundle, *, placed: bool) -> PipelinedModel:
-        whole = CausalLM.of(model)
-        ranges, plan = self._ranges(whole), self._plan()
+        causal_lm = CausalLM.of(model)
+        ranges, plan = self._ranges(causal_lm), self._plan()
         before, places = named_parameters(model), self._places(model)
         self._names[model] = frozenset(names_stored(model))
-        if whole.tied is not None and not self._kind.v_shaped:
+        if causal_lm.tied is not None and not self._kind.v_shaped:
             self._mesh.join_ends()
-            self._tied_names[model] = next(name for name, one in before.items() if one is whole.tied)
+            self._tied_names[model] = next(name for name, one in before.items() if one is causal_lm.tied)
         for optimizer in bundle.optimizers:
             self._group_names[optimizer] = _group_names(optimizer, before)
         self._equalise(model)
         if bundle.training:
             upcast_parameters(model, self.policy)
-        stages = make_stages(whole, ranges, plan.held, self._in_precision)
-        drop_other_stages(whole, ranges, plan.held)
+        stages = make_stages(causal_lm, ranges, plan.held, self._in_precision)
+        drop_other_stages(causal_lm, ranges, plan.held)
         after = named_parameters(model)
         for optimizer in bundle.optimizers:
             _keep(optimizer, after)
@@ -192,8 +192,8 @@ class PipelineBackend(ModuleBackend):
         cast_parameters(model, self.policy)
         if placed or self._mesh.sharding is not None:
             self.place(model)
-        shards = self._shard(whole, plan_of_stage(places, model), bundle)
-        tied = self._tied(whole, plan)
+        shards = self._shard(causal_lm, plan_of_stage(places, model), bundle)
+        tied = self._tied(causal_lm, plan)
         experts = None if self._mesh.experts is None else self._mesh.axis("ep").get_group()
         made = PipelinedModel(
             model,
@@ -227,16 +227,16 @@ class PipelineBackend(ModuleBackend):
             id(one): one for model in inner for _, module, _ in self._places(model) for one in module.parameters(False)
         }
 
-    def _shard(self, whole: CausalLM, plan: TensorParallelPlan, bundle: Bundle) -> StageShards | None:
+    def _shard(self, causal_lm: CausalLM, plan: TensorParallelPlan, bundle: Bundle) -> StageShards | None:
         """Shards this rank's stages: tensor parallelism, then ranks with other tokens; rebinds the optimizers."""
-        model = whole.model
+        model = causal_lm.model
         before = named_parameters(model)
         self._axes.apply(model, self.device, lambda tensors: None, plan, called=False)
         shards = None
         if self._mesh.sharding is not None and self._mesh.data is not None:
             experts = [model.get_submodule(name) for name in self._axes.experts(model)]
             shards = StageShards(
-                whole,
+                causal_lm,
                 self._mesh.sharding,
                 self._mesh.data,
                 axes=self._mesh.sharded_by,
@@ -259,16 +259,16 @@ class PipelineBackend(ModuleBackend):
     def _in_precision(self, module: nn.Module) -> nn.Module:
         return autocast_module(module, self.policy, self.device.type, self.run.autocast)
 
-    def _tied(self, whole: CausalLM, plan: StagePlan) -> TiedWeight | None:
+    def _tied(self, causal_lm: CausalLM, plan: StagePlan) -> TiedWeight | None:
         """The weight that this rank has in common with another rank."""
         first, last = 0 in plan.held, plan.has_last
-        if whole.tied is None or first == last:
+        if causal_lm.tied is None or first == last:
             return None
         if self._ends is None:
             ranks = dist.get_process_group_ranks(self._group)
             group = dist.new_group([ranks[0], ranks[plan.last_rank]], use_local_synchronization=True)
             self._ends = cast(dist.ProcessGroup, group)
-        return TiedWeight(cast(Any, whole.model).get_input_embeddings(), self._ends, is_first=first)
+        return TiedWeight(cast(Any, causal_lm.model).get_input_embeddings(), self._ends, is_first=first)
 
     def _equalise(self, model: nn.Module) -> None:
         """Overwrites the tensors of the full model with those of rank 0, as every backend does.

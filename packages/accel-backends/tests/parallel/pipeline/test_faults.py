@@ -46,9 +46,9 @@ def test_an_error_of_a_stage(rank, exchanging):
 
     group = next(one for one in [torch.distributed.new_group([other]) for other in (0, 1)] if in_group(one))
     kind, _ = schedule_kind("gpipe", None)
-    whole = CausalLM.of(tiny_llama())
+    causal_lm = CausalLM.of(tiny_llama())
     plan = StagePlan([0], 1, group, kind, torch.device("cpu"), None, exchanging)
-    pipeline = Pipeline(make_stages(whole, [range(2)], [0]), plan)
+    pipeline = Pipeline(make_stages(causal_lm, [range(2)], [0]), plan)
     feed = Feed([{"input_ids": torch.zeros(2, 4, dtype=torch.int64)}], (2, 4), finish)
     with pytest.raises(ValueError, match="no such loss") as raised:
         pipeline.run(feed, backward=True)

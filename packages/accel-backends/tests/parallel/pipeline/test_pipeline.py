@@ -38,10 +38,10 @@ def split(model: nn.Module, schedule: str) -> Pipeline:
     kind, per_rank = schedule_kind(schedule, None)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     held = stages_of_rank(rank, ranks, per_rank, v_shaped=kind.v_shaped)
-    whole = CausalLM.of(model)
-    ranges = balanced_ranges(whole.block_bytes, ranks * per_rank)
-    stages = make_stages(whole, ranges, held)
-    drop_other_stages(whole, ranges, held)
+    causal_lm = CausalLM.of(model)
+    ranges = balanced_ranges(causal_lm.block_bytes, ranks * per_rank)
+    stages = make_stages(causal_lm, ranges, held)
+    drop_other_stages(causal_lm, ranges, held)
     group = dist.group.WORLD
     assert group is not None
     return Pipeline(stages, StagePlan(held, ranks * per_rank, group, kind, torch.device("cpu")))

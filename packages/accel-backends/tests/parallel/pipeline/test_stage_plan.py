@@ -13,8 +13,8 @@ LAYERS = "model.layers.*"
 
 
 def stage(model: nn.Module, held: list[int]) -> nn.Module:
-    whole = CausalLM.of(model)
-    drop_other_stages(whole, [range(1), range(1, 2)], held)
+    causal_lm = CausalLM.of(model)
+    drop_other_stages(causal_lm, [range(1), range(1, 2)], held)
     return model
 
 

@@ -43,7 +43,7 @@ class StageShards:
     blocks compute once for each micro-batch. Their full gradients stay on the rank until ``reduce``.
 
     Args:
-        whole: the model, with the modules of this rank's stages.
+        causal_lm: the model, with the modules of this rank's stages.
         mesh: axes over which parameters are sharded, the last one shards.
         group: ranks of this mesh.
         axes: degrees of the axes of the run that shard, for errors.
@@ -55,7 +55,7 @@ class StageShards:
 
     def __init__(
         self,
-        whole: CausalLM,
+        causal_lm: CausalLM,
         mesh: "DeviceMesh",
         group: "ProcessGroup",
         *,
@@ -71,12 +71,12 @@ class StageShards:
             place = shard_placement(expert_mesh.size(-1))
             fully_shard(unit, mesh=expert_mesh, reshard_after_forward=False, shard_placement_fn=place)
         elsewhere = {parameter for unit in divided for parameter in unit.parameters()}
-        blocks = [_Unit([block]) for block in whole.blocks if has_parameters(block)]
-        around = [whole.base.get_submodule(name) for name in (*whole.embeddings, *whole.behind)]
-        root = _Unit([*divided, *blocks, *around, whole.model.get_submodule(whole.head_name)])
+        blocks = [_Unit([block]) for block in causal_lm.blocks if has_parameters(block)]
+        around = [causal_lm.base.get_submodule(name) for name in (*causal_lm.embeddings, *causal_lm.behind)]
+        root = _Unit([*divided, *blocks, *around, causal_lm.model.get_submodule(causal_lm.head_name)])
         for unit in (*blocks, root):
             fully_shard(unit, mesh=mesh, reshard_after_forward=False, ignored_params=elsewhere)
-        self._model, self._group = whole.model, group
+        self._model, self._group = causal_lm.model, group
         self._units = cast("list[FSDPModule]", [root, *blocks, *divided])
         joined_units(self._units, axes)
         with self.gathered():

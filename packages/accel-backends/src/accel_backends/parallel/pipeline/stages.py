@@ -61,37 +61,37 @@ class _Traits:
 
 
 def make_stages(
-    whole: CausalLM, ranges: Sequence[range], held: Sequence[int], in_precision: InPrecision = lambda module: module
+    causal_lm: CausalLM, ranges: Sequence[range], held: Sequence[int], in_precision: InPrecision = lambda module: module
 ) -> list["Stage"]:
     """Makes the stages ``held`` of a model that has all its modules.
 
     The model keeps its modules; the first and the last block of each stage get a hook.
     """
-    return [Stage(whole, index, ranges[index], in_precision) for index in held]
+    return [Stage(causal_lm, index, ranges[index], in_precision) for index in held]
 
 
-def drop_other_stages(whole: CausalLM, ranges: Sequence[range], held: Collection[int]) -> None:
+def drop_other_stages(causal_lm: CausalLM, ranges: Sequence[range], held: Collection[int]) -> None:
     """Replaces the modules of other stages by ones without parameters, which cannot be called.
 
     A tied weight stays under all its names on the ranks of the first and the last stage, so that it has the same name
     in the states of both.
     """
-    model, base, blocks = whole.model, whole.base, whole.blocks
+    model, base, blocks = causal_lm.model, causal_lm.base, causal_lm.blocks
     first, last = 0 in held, len(ranges) - 1 in held
     kept = {position for index in held for position in ranges[index]}
     for position in set(range(len(blocks))) - kept:
-        blocks[position] = Elsewhere(f"{whole.base_name}.{whole.blocks_name}.{position}")
+        blocks[position] = Elsewhere(f"{causal_lm.base_name}.{causal_lm.blocks_name}.{position}")
     embedding = cast(Any, model).get_input_embeddings()
-    head = model.get_submodule(whole.head_name)
-    both = whole.tied is not None and (first or last)
-    for name in whole.embeddings:
+    head = model.get_submodule(causal_lm.head_name)
+    both = causal_lm.tied is not None and (first or last)
+    for name in causal_lm.embeddings:
         if not first and not (both and base.get_submodule(name) is embedding):
-            setattr(base, name, Elsewhere(f"{whole.base_name}.{name}"))
-    for name in whole.behind:
+            setattr(base, name, Elsewhere(f"{causal_lm.base_name}.{name}"))
+    for name in causal_lm.behind:
         if not last:
-            setattr(base, name, Elsewhere(f"{whole.base_name}.{name}"))
-    if not last and not (both and all(one is whole.tied for one in head.parameters())):
-        setattr(model, whole.head_name, Elsewhere(whole.head_name))
+            setattr(base, name, Elsewhere(f"{causal_lm.base_name}.{name}"))
+    if not last and not (both and all(one is causal_lm.tied for one in head.parameters())):
+        setattr(model, causal_lm.head_name, Elsewhere(causal_lm.head_name))
 
 
 @final
@@ -148,34 +148,34 @@ class Stage(nn.Module):
     the result.
     """
 
-    def __init__(self, whole: CausalLM, number: int, mine: range, in_precision: InPrecision) -> None:
+    def __init__(self, causal_lm: CausalLM, number: int, mine: range, in_precision: InPrecision) -> None:
         super().__init__()
-        blocks, self.number = whole.blocks, number
+        blocks, self.number = causal_lm.blocks, number
         self.faults: Faults | None = None
-        self._features = _features(whole)
-        before = [whole.base.get_submodule(name) for name in whole.embeddings] + list(blocks)[: mine.start]
+        self._features = _features(causal_lm)
+        before = [causal_lm.base.get_submodule(name) for name in causal_lm.embeddings] + list(blocks)[: mine.start]
         self._follows_trained = any(one.requires_grad for module in before for one in module.parameters())
         self.first, self.last = mine.start == 0, mine.stop == len(blocks)
         self.feed: Feed | None = None
-        base = _shell(whole.base)
+        base = _shell(causal_lm.base)
         own = nn.ModuleList(block if n in mine else Placeholder(block) for n, block in enumerate(blocks))
-        parts: dict[str, nn.Module] = {whole.blocks_name: own}
-        for name in () if self.first else whole.embeddings:
+        parts: dict[str, nn.Module] = {causal_lm.blocks_name: own}
+        for name in () if self.first else causal_lm.embeddings:
             parts[name] = _NoEmbedding(cast(nn.Embedding, base._modules[name]).embedding_dim)
-        for name in () if self.last else whole.behind:
+        for name in () if self.last else causal_lm.behind:
             parts[name] = Placeholder(cast(nn.Module, base._modules[name]))
         base._modules.update(parts)
-        model = _shell(whole.model)
-        model._modules[whole.base_name] = base
+        model = _shell(causal_lm.model)
+        model._modules[causal_lm.base_name] = base
         if not self.last:
-            model._modules[whole.head_name] = Placeholder(cast(nn.Module, model._modules[whole.head_name]))
+            model._modules[causal_lm.head_name] = Placeholder(cast(nn.Module, model._modules[causal_lm.head_name]))
         # Outside of the registries of modules, so that every module is registered once.
-        self.__dict__.update(_sources=((whole.model, model), (whole.base, base)))
+        self.__dict__.update(_sources=((causal_lm.model, model), (causal_lm.base, base)))
         self.target = in_precision(model if self.last else base)
-        self._accepted = None if self.last else _accepted_by_base(whole.model, whole.base)
-        self._has_routers = Routers.of(whole.model) is not None
+        self._accepted = None if self.last else _accepted_by_base(causal_lm.model, causal_lm.base)
+        self._has_routers = Routers.of(causal_lm.model) is not None
         if self._has_routers:
-            whole.base.register_forward_pre_hook(self._record_routers, with_kwargs=True)
+            causal_lm.base.register_forward_pre_hook(self._record_routers, with_kwargs=True)
         self._received: torch.Tensor | None = None
         self._sent: torch.Tensor | None = None
         # By whether there is a backward: traits of what the stage was given, and of its result.
@@ -283,9 +283,9 @@ class Stage(nn.Module):
         self._sent = sent
 
 
-def _features(whole: CausalLM) -> tuple[tuple[int, ...], torch.dtype]:
+def _features(causal_lm: CausalLM) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape, without samples and tokens, and dtype of the embeddings, which blocks keep."""
-    weight = cast(Any, whole.model).get_input_embeddings().weight
+    weight = cast(Any, causal_lm.model).get_input_embeddings().weight
     return tuple(weight.shape[1:]), weight.dtype
 
 
