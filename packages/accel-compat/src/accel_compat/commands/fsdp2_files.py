@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_compat.absent import ConversionStatus as ConversionStatus
 from accel_compat.commands.argument_parser import parser_of
 from accel_launch.cli.to_fsdp2 import convert, read_settings, write_settings
 
 LOG = logging.getLogger("accelerate.commands.to_fsdp2")
-__all__ = ["convert_config_to_fsdp2", "load_config", "main", "to_fsdp2_command", "to_fsdp2_command_parser"]
+__all__ = [
+    "ConversionStatus",
+    "convert_config_to_fsdp2",
+    "load_config",
+    "main",
+    "to_fsdp2_command",
+    "to_fsdp2_command_parser",
+]
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """``accelerate test``, ``env``, ``config`` and ``merge-weights`` as functions."""
 
 import argparse
+import os
 import subprocess
 import sys
 from typing import Any
@@ -67,6 +68,43 @@ def default_command(args: argparse.Namespace) -> None:
     path = write_basic_config(args.mixed_precision, args.config_file)
     if path:
         print(f"accelerate configuration saved at {path}")
+
+
+def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Returns the parser of ``accelerate config`` with its subcommands."""
+    parser = config_command_parser(subparsers)
+    kinds = parser.add_subparsers(title="subcommands", dest="subcommand")
+    default_command_parser(kinds)
+    update_command_parser(kinds)
+    return parser
+
+
+def update_command_parser(parser: Any = None, parents: Any = None) -> argparse.ArgumentParser:
+    """Returns the parser of ``accelerate config update``."""
+    text = "Writes a file of settings in today's names."
+    made = parser_of("update", text, parser, update_command, parents=parents or ())
+    made.add_argument("--config_file", metavar="PATH", help="The file; if left out, that of accelerate config.")
+    return made
+
+
+def update_command(args: argparse.Namespace) -> None:
+    """Writes a file of settings in today's names, and prints its path."""
+    print(f"accelerate configuration updated at {update_config(args)}")
+
+
+def update_config(args: argparse.Namespace) -> str:
+    """Writes a file of settings in today's names, beside a copy of the old one; returns its path.
+
+    Raises:
+        ValueError: the file does not exist.
+    """
+    from accel_compat.commands.config_files import default_config_file
+
+    path = args.config_file or default_config_file
+    if not os.path.isfile(path):
+        raise ValueError(f"the file of settings {path} does not exist; nearest: accelerate config default writes one")
+    _run("config", ["update", path])
+    return str(path)
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

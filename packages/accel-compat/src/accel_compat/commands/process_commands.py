@@ -15,8 +15,10 @@ from typing import Any
 
 from accel_compat.absent import _filter_args as _filter_args
 from accel_compat.absent import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accel_compat.absent import prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config
 from accel_compat.absent import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accel_compat.absent import prepare_tpu as prepare_tpu
+from accel_compat.absent import setup_fp8_env as setup_fp8_env
 from accel_compat.commands.argument_parser import given_settings
 from accel_compat.commands.prepared_launch import PrepareForLaunch as PrepareForLaunch
 from accel_launch.cli.options import config_from
@@ -27,12 +29,21 @@ __all__ = [
     "PrepareForLaunch",
     "_convert_nargs_to_dict",
     "_filter_args",
+    "env_var_path_add",
     "prepare_deepspeed_cmd_env",
+    "prepare_extend_env_parallelism_config",
     "prepare_multi_gpu_env",
     "prepare_sagemager_args_inputs",
     "prepare_simple_launcher_cmd_env",
     "prepare_tpu",
+    "setup_fp8_env",
 ]
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str | os.PathLike[str]) -> str:
+    """Value of a variable of search paths with one path more; the variable stays as it is."""
+    known = [path for path in os.environ.get(env_var_name, "").split(":") if path]
+    return ":".join([*known, os.fspath(path_to_add)])
 
 
 def _environment(config: AccelConfig) -> dict[str, str]:

@@ -19,3 +19,14 @@ def compile_regions_in_place(module: nn.Module, **compile_kwargs: Any) -> nn.Mod
         if name in names or (not inside and not any(True for _ in layer.children())):
             compile_in_place(layer, **compile_kwargs)
     return module
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a module is a list of modules of the class of its first one."""
+    members = list(module) if isinstance(module, nn.ModuleList) else []
+    return bool(members) and all(isinstance(one, type(members[0])) for one in members)
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a module is such a list, or has one inside."""
+    return any(is_repeated_blocks(one) for one in module.modules())

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from accel_compat.private import is_compiled
@@ -75,6 +76,19 @@ def is_port_in_use(port: int | None = None) -> bool:
 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """A port of this host on which no process listens."""
+    from accel_launch.launch.supervisor.ports import reserved_port
+
+    with reserved_port(0) as port:
+        return port
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """Device of the first parameter of a module."""
+    return next(parameter.parameters()).device
 
 
 def get_module_size_with_ties(

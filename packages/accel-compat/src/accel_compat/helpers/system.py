@@ -18,6 +18,13 @@ LOG = logging.getLogger("accelerate.utils.other")
 KERNEL = (5, 5, 0)
 
 
+def test_launch() -> None:
+    """Makes the shared state of the process, which raises an error where processes do not find each other."""
+    from accel_compat.state.process_state import SharedPartialState
+
+    SharedPartialState()
+
+
 def check_os_kernel() -> None:
     """Warns about Linux kernels that are known to make training hang."""
     facts = platform.uname()

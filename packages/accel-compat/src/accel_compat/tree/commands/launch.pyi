@@ -1,4 +1,12 @@
 from accel_compat.commands.launching import validate_launch_command as _validate_launch_command
+from accel_compat.absent import clean_option as clean_option
+from accel_compat.absent import CustomHelpFormatter as CustomHelpFormatter
+from accel_compat.absent import deepspeed_launcher as deepspeed_launcher
 from accel_compat.commands.launching import launch_command as launch_command
 from accel_compat.commands.launching import launch_command_parser as launch_command_parser
 from accel_compat.commands.command_line import launch as main
+from accel_compat.absent import multi_gpu_launcher as multi_gpu_launcher
+from accel_compat.absent import sagemaker_launcher as sagemaker_launcher
+from accel_compat.absent import simple_launcher as simple_launcher
+from accel_compat.absent import tpu_launcher as tpu_launcher
+from accel_compat.absent import tpu_pod_launcher as tpu_pod_launcher

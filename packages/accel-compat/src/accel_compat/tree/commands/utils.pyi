@@ -1,1 +1,2 @@
+from accel_compat.absent import CustomArgumentGroup as CustomArgumentGroup
 from accel_compat.commands.argument_parser import CompatArgumentParser as CustomArgumentParser

@@ -20,6 +20,7 @@ from accel.utils.deepspeed import DummyScheduler as DummyScheduler
 from accel.utils.dataclasses import DynamoBackend as DynamoBackend
 from accel.utils.dataclasses import FP8RecipeKwargs as FP8RecipeKwargs
 from accel_compat.options.fsdp import CompatFSDPPlugin as FullyShardedDataParallelPlugin
+from accel_compat.absent import gather_across_data_parallel_groups as gather_across_data_parallel_groups
 from accel_compat.absent import GPTTrainStep as GPTTrainStep
 from accel_compat.helpers.system import gathered_parameters as GatheredParameters
 from accel_compat.options.handlers import CompatGradScalerKwargs as GradScalerKwargs
@@ -28,6 +29,16 @@ from accel.utils.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel_compat.options.handlers import CompatProcessGroupKwargs as InitProcessGroupKwargs
 from accel_compat.options.handlers import MutableHandler as KwargsHandler
 from accel.utils.dataclasses import LoggerType as LoggerType
+from accel_compat.absent import megatron_lm_initialize as megatron_lm_initialize
+from accel_compat.absent import megatron_lm_prepare_data_loader as megatron_lm_prepare_data_loader
+from accel_compat.absent import (
+    megatron_lm_prepare_model_optimizer_scheduler as megatron_lm_prepare_model_optimizer_scheduler,
+)
+from accel_compat.absent import megatron_lm_prepare_optimizer as megatron_lm_prepare_optimizer
+from accel_compat.absent import megatron_lm_prepare_scheduler as megatron_lm_prepare_scheduler
+from accel_compat.absent import MegatronEngine as MegatronEngine
+from accel_compat.absent import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accel_compat.absent import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accel.utils.constants import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
 from accel.utils.constants import MODEL_NAME as MODEL_NAME
 from accel_compat.options.handlers import MSAMPRecipeKwargs as MSAMPRecipeKwargs

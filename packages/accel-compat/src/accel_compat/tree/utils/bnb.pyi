@@ -1,4 +1,7 @@
 from accel_inference import get_keys_to_not_convert as get_keys_to_not_convert
+from accel_compat.helpers.models import get_parameter_device as get_parameter_device
+from accel_compat.absent import get_quantized_model_device_map as get_quantized_model_device_map
 from accel_inference import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_inference import load_and_quantize_model as load_and_quantize_model
+from accel_compat.absent import quantize_and_offload_8bit as quantize_and_offload_8bit
 from accel_compat.absent import replace_with_bnb_layers as replace_with_bnb_layers

@@ -1,5 +1,7 @@
+from accel_compat.helpers.constants import AmaxComputeAlgorithm as AmaxComputeAlgorithm
 from accel.utils.dataclasses import AORecipeKwargs as AORecipeKwargs
 from accel_compat.options.handlers import CompatAutocastKwargs as AutocastKwargs
+from accel_compat.helpers.constants import Backend as Backend
 from accel.utils.dataclasses import BaseEnum as BaseEnum
 from accel_inference import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.utils.dataclasses import ComputeEnvironment as ComputeEnvironment
@@ -13,6 +15,7 @@ from accel.utils.dataclasses import DistributedType as DistributedType
 from accel.utils.dataclasses import DynamoBackend as DynamoBackend
 from accel_compat.absent import EnumWithContains as EnumWithContains
 from accel.utils.dataclasses import FP8BackendType as FP8BackendType
+from accel_compat.helpers.constants import FP8Format as FP8Format
 from accel.utils.dataclasses import FP8RecipeKwargs as FP8RecipeKwargs
 from accel_compat.options.fsdp import CompatFSDPPlugin as FullyShardedDataParallelPlugin
 from accel_compat.options.handlers import CompatGradScalerKwargs as GradScalerKwargs
@@ -22,9 +25,16 @@ from accel_compat.options.handlers import MutableHandler as KwargsHandler
 from accel.utils.dataclasses import LoggerType as LoggerType
 from accel_compat.options.handlers import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accel_compat.absent import MegatronLMPlugin as MegatronLMPlugin
+from accel_compat.helpers.constants import OptLevel as OptLevel
 from accel.utils.dataclasses import ParallelismConfig as ParallelismConfig
+from accel_compat.absent import parse_bert_config as parse_bert_config
+from accel_compat.absent import parse_glm4_moe_config as parse_glm4_moe_config
+from accel_compat.absent import parse_gpt2_config as parse_gpt2_config
+from accel_compat.absent import parse_llama_config as parse_llama_config
+from accel_compat.absent import parse_t5_config as parse_t5_config
 from accel.utils.dataclasses import PrecisionType as PrecisionType
 from accel_compat.options.handlers import CompatProfileKwargs as ProfileKwargs
+from accel_compat.helpers.constants import ProfilerActivity as ProfilerActivity
 from accel_compat.options.handlers import CompatProjectConfiguration as ProjectConfiguration
 from accel.utils.dataclasses import RNGType as RNGType
 from accel.utils.dataclasses import SageMakerDistributedType as SageMakerDistributedType

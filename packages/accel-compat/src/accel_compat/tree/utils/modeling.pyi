@@ -31,3 +31,4 @@ from accel.utils.modeling import load_state_dict as load_state_dict
 from accel.utils.modeling import named_module_tensors as named_module_tensors
 from accel.utils.modeling import retie_parameters as retie_parameters
 from accel.utils.modeling import set_module_tensor_to_device as set_module_tensor_to_device
+from accel.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME

@@ -1,7 +1,11 @@
 from accel.utils.operations import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel.utils.operations import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accel.utils.operations import DistributedOperationException as DistributedOperationException
+from accel_compat.absent import gather_tensor_shape as gather_tensor_shape
 from accel_compat.helpers.system import gathered_parameters as GatheredParameters
+from accel_compat.absent import is_torch_xpu_tensor as is_torch_xpu_tensor
+from accel_compat.helpers.constants import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+from accel_compat.helpers.constants import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accel.utils.operations import TensorInformation as TensorInformation
 from accel_compat.helpers.operations import broadcast as broadcast
 from accel.utils.operations import broadcast_object_list as broadcast_object_list

@@ -1,5 +1,8 @@
 from accel_compat.commands.other_commands import config_command as config_command
 from accel_compat.commands.other_commands import config_command_parser as config_command_parser
+from accel_compat.absent import default_command_parser as default_command_parser
+from accel_compat.commands.other_commands import get_config_parser as get_config_parser
 from accel_compat.commands.command_line import config as main
 from accel_compat.commands.config_files import default_config_file as default_config_file
 from accel_compat.commands.config_files import load_config_from_file as load_config_from_file
+from accel_compat.absent import update_command_parser as update_command_parser

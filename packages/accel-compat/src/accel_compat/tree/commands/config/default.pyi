@@ -1,3 +1,4 @@
 from accel_compat.commands.other_commands import default_command as default_command
 from accel_compat.commands.other_commands import default_command_parser as default_command_parser
+from accel_compat.commands.other_commands import default_command as default_config_command
 from accel_compat.commands.config_files import write_basic_config as write_basic_config

@@ -1,0 +1,1 @@
+from accel_compat.absent import get_cluster_input as get_cluster_input

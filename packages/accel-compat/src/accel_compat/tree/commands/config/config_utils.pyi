@@ -1,0 +1,2 @@
+from accel_compat.absent import DYNAMO_BACKENDS as DYNAMO_BACKENDS
+from accel_compat.absent import SubcommandHelpFormatter as SubcommandHelpFormatter

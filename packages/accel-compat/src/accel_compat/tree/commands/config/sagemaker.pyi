@@ -1,0 +1,1 @@
+from accel_compat.absent import get_sagemaker_input as get_sagemaker_input

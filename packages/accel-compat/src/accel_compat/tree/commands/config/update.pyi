@@ -1,0 +1,3 @@
+from accel_compat.commands.other_commands import update_command_parser as update_command_parser
+from accel_compat.commands.other_commands import update_config as update_config
+from accel_compat.commands.other_commands import update_command as update_config_command

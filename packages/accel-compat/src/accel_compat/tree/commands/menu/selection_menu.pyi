@@ -1,0 +1,1 @@
+from accel_compat.absent import BulletMenu as BulletMenu
