@@ -15,6 +15,7 @@ from accel_precision.autocast import autocast_module
 from accel_precision.policy import PrecisionPolicy
 
 VOCABULARY, LENGTH, STEPS = 64, 12, 3
+OF_ACCELERATOR = {"mixed_precision", "kwargs_handlers", "log_with", "project_dir"}
 
 
 def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
@@ -126,14 +127,17 @@ def accelerator(**options: Any) -> Iterator[Any]:
     from cuda_on_cpu import cuda_on_cpu
 
     steps = options.pop("gradient_accumulation_steps", 1)
-    precision, handlers = options.pop("mixed_precision", None), options.pop("kwargs_handlers", None)
+    own = {
+        name: options.pop(name)
+        for name in ("mixed_precision", "kwargs_handlers", "log_with", "project_dir")
+        if name in options
+    }
     with cuda_on_cpu():
         one = Accelerator(
             cpu=True,
             strategy=MegatronLMPlugin(**{"gradient_clipping": 0, **options}),
             gradient_accumulation_steps=steps,
-            mixed_precision=precision,
-            kwargs_handlers=handlers,
+            **own,
         )
         try:
             yield one

@@ -1,9 +1,12 @@
 """Options of Megatron-LM: sources, degrees, refusals."""
 
+import dataclasses
+import re
+
 import pytest
 
 from accel_megatron import MegatronLMPlugin
-from accel_megatron.config import _OPTIONS
+from accel_megatron.config import OPTIONS, UNSERVED
 from accel_state.errors import BackendError, ConfigError
 
 
@@ -21,13 +24,57 @@ def test_context_parallelism_is_off_by_default():
     assert MegatronLMPlugin().context_parallel_size == 1
 
 
-@pytest.mark.parametrize("name", [name for name, option in _OPTIONS.items() if option.refused])
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.refused])
 def test_what_is_not_served_is_refused_with_its_reason(name):
-    default = _OPTIONS[name].default
+    default = OPTIONS[name].default
     other = {"False": True, "None": 3, "1": 2, "local": "flash"}[str(default)]
     with pytest.raises(ConfigError, match=name):
         MegatronLMPlugin(**{name: other})
     assert getattr(MegatronLMPlugin(**{name: default}), name) == default
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_has_another_place_is_refused_with_that_place(name):
+    default, nearest = UNSERVED[name]
+    assert getattr(MegatronLMPlugin(), name) == default
+    with pytest.raises(ConfigError, match=f"{name}='other': {re.escape(nearest)}"):
+        MegatronLMPlugin(**{name: "other"})
+
+
+_WITHOUT_VARIABLE = """
+    pipeline_model_parallel_split_rank num_layers_per_virtual_pipeline_stage is_train_batch_min train_iters
+    train_samples weight_decay_incr_style start_weight_decay end_weight_decay lr_decay_style lr_decay_iters
+    lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction min_lr consumed_samples
+    no_wd_decay_cond scale_lr_cond lr_mult megatron_dataset_flag seq_length encoder_seq_length
+    decoder_seq_length tensorboard_dir set_all_logging_options eval_iters eval_interval return_logits
+    custom_train_step_class custom_train_step_kwargs custom_model_provider_function
+    custom_prepare_model_function custom_megatron_datasets_provider_function custom_get_batch_function
+    custom_loss_function other_megatron_args
+"""
+
+
+def test_every_field_of_accelerates_plugin_is_used_or_refused():
+    """The fields of contract.md 4.10 that have no environment variable."""
+    fields = set(_WITHOUT_VARIABLE.split())
+    assert fields | set(OPTIONS) == {one.name for one in dataclasses.fields(MegatronLMPlugin)} - {"given"}
+
+
+def own(*args):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"custom_loss_function": 3}, "custom_loss_function=3; expected a function"),
+        ({"custom_train_step_kwargs": {"alpha": 1}}, "arguments of custom_train_step_class; give that, too"),
+        ({"custom_prepare_model_function": own}, "prepares what custom_model_provider_function builds"),
+        ({"custom_train_step_class": own, "custom_loss_function": own}, "nearest: a subclass of GPTTrainStep"),
+    ],
+)
+def test_own_functions_that_do_not_fit_together_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        MegatronLMPlugin(**options)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_naming_accelerator_makes_few_objects() -> None:
         ("from accel import build_pipeline", "prepare_pippy splits"),
         ("from accel.utils import is_port_in_use", "nothing to do with training"),
         ("from accel.utils import MegatronLMPlugin", "accel-megatron"),
+        ("from accel.utils import GPTTrainStep", "from accel_megatron import it"),
         ("from accel.utils import compile_regions_fsdp2", "use_regional_compilation"),
         ("from accel.utils import fsdp2_apply_ac", "inner part"),
     ],

@@ -15,11 +15,11 @@ from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.kinds import architecture_of
 from accel_megatron.conversion.rules import stack_name
-from accel_megatron.layout import MegatronLayout
 from accel_megatron.library import close_groups, open_groups, require_library
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import local_tensors
 from accel_megatron.training.gradients import MegatronGradients
+from accel_megatron.training.layout import MegatronLayout
 from accel_megatron.training.optimizer import EngineOptimizer
 from accel_megatron.training.registry import MegatronEngines
 from accel_megatron.training.stage import build_stage, transformer_config
@@ -87,8 +87,14 @@ class MegatronBackend(ModuleBackend):
         engine = self._engine(source)
         optimizer = None
         if bundle.optimizers:
-            distributed = self._options.use_distributed_optimizer
-            optimizer = EngineOptimizer(engine, bundle.optimizers[0], names, distributed=distributed)
+            optimizer = EngineOptimizer(
+                engine,
+                bundle.optimizers[0],
+                names,
+                distributed=self._options.use_distributed_optimizer,
+                clipping=self._options.gradient_clipping,
+                scaler=self.loss_scale,
+            )
         self._engines.add(engine, optimizer)
         self.owned.add(source, engine)
         return replace(bundle, models=[engine])
@@ -115,7 +121,7 @@ class MegatronBackend(ModuleBackend):
                 weights,
                 self.device,
                 trained,
-                distributed_optimizer=options.use_distributed_optimizer,
+                options,
             )
         training = source.training
         _drop_weights(source)
@@ -123,8 +129,7 @@ class MegatronBackend(ModuleBackend):
             chunk,
             source,
             architecture,
-            num_micro_batches=options.num_micro_batches,
-            per_token=options.calculate_per_token_loss,
+            options,
             loss_scale=self.loss_scale,
             kept={} if dtype == torch.float32 else {name: one.detach().clone() for name, one in weights.items()},
         )
@@ -177,17 +182,11 @@ class MegatronBackend(ModuleBackend):
         """
         if closure is not None:
             raise BackendError("Megatron-LM's optimizers take no closure; compute the loss before step()")
-        one = self._engines.of_optimizer(optimizer)
-        if self.loss_scale is not None and one.engine.gradients.filled:
-            self.gradients.unscale([optimizer])
-        return one.step(self._options.gradient_clipping, self.loss_scale)
+        return self._engines.of_optimizer(optimizer).step()
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Drops the gradients that have been accumulated since the last step."""
-        one = self._engines.of_optimizer(optimizer)
-        one.zero_grad()
-        if self.loss_scale is not None:
-            self.loss_scale.forget(one.optimizer)
+        self._engines.of_optimizer(optimizer).zero_grad()
 
 
 def _drop_weights(model: nn.Module) -> None:

@@ -36,7 +36,7 @@ class Option:
 
 _TRANSFORMER_ENGINE = "Transformer Engine, which this backend does not use; nearest: 1"
 _ELSEWHERE = "the optimizer that is given to prepare keeps its states where its parameters are; nearest: False"
-_OPTIONS: Mapping[str, Option] = {
+OPTIONS: Mapping[str, Option] = {
     "tp_degree": Option(1, as_number),
     "pp_degree": Option(1, as_number),
     "num_micro_batches": Option(1, as_number),
@@ -53,8 +53,8 @@ _OPTIONS: Mapping[str, Option] = {
     "calculate_per_token_loss": Option(True, as_flag),
     "use_rotary_position_embeddings": Option(None, as_flag),
     "use_custom_fsdp": Option(False, as_flag, "Megatron's FSDP is not served; nearest: strategy='fsdp'"),
-    "no_load_optim": Option(False, as_flag, "states of the optimizer are loaded; nearest: prepare without it"),
-    "no_save_optim": Option(False, as_flag, "states of the optimizer are saved; nearest: save_model, which has none"),
+    "no_load_optim": Option(False, as_flag, "states are loaded; nearest: load_folder(..., optimizer=False)"),
+    "no_save_optim": Option(False, as_flag, "states are saved; nearest: save_folder(..., optimizer=False)"),
     "eod_mask_loss": Option(False, as_flag, "labels of -100 have no loss; set those of ends of documents to -100"),
     "optimizer_cpu_offload": Option(False, as_flag, _ELSEWHERE),
     "overlap_cpu_optimizer_d2h_h2d": Option(False, as_flag, _ELSEWHERE),
@@ -67,9 +67,43 @@ _OPTIONS: Mapping[str, Option] = {
     ),
     "context_parallel_size": Option(1, as_number, f"megatron-core's context parallelism needs {_TRANSFORMER_ENGINE}"),
 }
-_DEGREES: Mapping[str, str] = {"tp": "tp_degree", "pp": "pp_degree", "ep": "expert_model_parallel_size"}
+DEGREES: Mapping[str, str] = {"tp": "tp_degree", "pp": "pp_degree", "ep": "expert_model_parallel_size"}
 # Accelerate's way to say the default of ``attention_backend``.
-_SAME = {"attention_backend": (True, "true", "True", "auto", "unfused")}
+SAME = {"attention_backend": (True, "true", "True", "auto", "unfused")}
+
+
+_SCHEDULE = "the schedule is the scheduler that is given to prepare"
+_LOOP = "the loop says how long it runs; nearest: None"
+_GROUPS = "weight decays and learning rates are those of the optimizer's parameter groups"
+_LENGTHS = "sequences may have any length; nearest: None"
+UNSERVED: Mapping[str, tuple[Any, str]] = {
+    "pipeline_model_parallel_split_rank": (None, "megatron-core divides no encoder and decoder among stages"),
+    "train_iters": (None, _LOOP),
+    "train_samples": (None, _LOOP),
+    "eval_iters": (100, "the loop says how long it evaluates; nearest: 100, the default"),
+    "eval_interval": (1000, "the loop says when it evaluates; nearest: 1000, the default"),
+    "consumed_samples": (None, "loaders continue where they were: accelerator.load_state"),
+    "weight_decay_incr_style": ("constant", _GROUPS),
+    "start_weight_decay": (None, _GROUPS),
+    "end_weight_decay": (None, _GROUPS),
+    "no_wd_decay_cond": (None, _GROUPS),
+    "scale_lr_cond": (None, _GROUPS),
+    "lr_mult": (1.0, _GROUPS),
+    "lr_decay_style": ("linear", _SCHEDULE),
+    "lr_decay_iters": (None, _SCHEDULE),
+    "lr_decay_samples": (None, _SCHEDULE),
+    "lr_warmup_iters": (None, _SCHEDULE),
+    "lr_warmup_samples": (None, _SCHEDULE),
+    "lr_warmup_fraction": (None, _SCHEDULE),
+    "min_lr": (0, _SCHEDULE),
+    "seq_length": (None, _LENGTHS),
+    "encoder_seq_length": (None, _LENGTHS),
+    "decoder_seq_length": (None, _LENGTHS),
+    "tensorboard_dir": (None, "trackers log: Accelerator(log_with='tensorboard', project_dir=...)"),
+    "set_all_logging_options": (False, "trackers log what accelerator.log is given"),
+    "other_megatron_args": (None, "megatron-core has no arguments of Megatron-LM's own programs; nearest: None"),
+}
+"""Fields of Accelerate's plugin without a variable that have another place here: default, and that place."""
 
 
 @final
@@ -102,6 +136,19 @@ class MegatronConfig(BackendConfig):
         num_layers_per_virtual_pipeline_stage: interleaved schedules are refused: megatron-core 0.16.1 computed wrong
             gradients with two stages (norms of 4, 17 and 54 instead of 1.8, 3.3 and 2.8).
         return_logits: accepted; evaluation returns logits, and training never does.
+        megatron_dataset_flag: accepted; batches of Megatron-LM's data sets are known by their names.
+        custom_train_step_class: class of a forward step of the user's own, built with ``TrainStepArguments``.
+        custom_train_step_kwargs: further arguments of that class.
+        custom_get_batch_function: takes the micro-batches, and returns what the forward step of the family unpacks.
+        custom_loss_function: of a family's forward step, see ``GPTTrainStep``, ``BertTrainStep`` and ``T5TrainStep``.
+        custom_model_provider_function: builds the model of a stage; takes those that it has parameters for of
+            ``pre_process``, ``post_process``, ``add_encoder``, ``add_decoder`` and ``config``.
+        custom_prepare_model_function: takes that function, and returns the model, or a list of one.
+        custom_megatron_datasets_provider_function: returns the data sets of training, validation and test, of the
+            numbers of samples of each.
+
+    The other fields are those of Accelerate's plugin that have another place here; all values but the default are
+    refused, and the place is named.
 
     Raises:
         ConfigError: an invalid value, or one that the backend does not serve.
@@ -141,11 +188,44 @@ class MegatronConfig(BackendConfig):
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool = True
     return_logits: bool = False
+    megatron_dataset_flag: bool = False
+    custom_train_step_class: Callable[..., Any] | None = None
+    custom_train_step_kwargs: Mapping[str, Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    pipeline_model_parallel_split_rank: Any = None
+    train_iters: Any = None
+    train_samples: Any = None
+    eval_iters: Any = 100
+    eval_interval: Any = 1000
+    consumed_samples: Any = None
+    weight_decay_incr_style: Any = "constant"
+    start_weight_decay: Any = None
+    end_weight_decay: Any = None
+    no_wd_decay_cond: Any = None
+    scale_lr_cond: Any = None
+    lr_mult: Any = 1.0
+    lr_decay_style: Any = "linear"
+    lr_decay_iters: Any = None
+    lr_decay_samples: Any = None
+    lr_warmup_iters: Any = None
+    lr_warmup_samples: Any = None
+    lr_warmup_fraction: Any = None
+    min_lr: Any = 0
+    seq_length: Any = None
+    encoder_seq_length: Any = None
+    decoder_seq_length: Any = None
+    tensorboard_dir: Any = None
+    set_all_logging_options: Any = False
+    other_megatron_args: Any = None
     given: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = set()
-        for name, option in _OPTIONS.items():
+        for name, option in OPTIONS.items():
             value, said = getattr(self, name), name
             if value is None:
                 said = f"{PREFIX}{name.upper()}"
@@ -154,15 +234,44 @@ class MegatronConfig(BackendConfig):
                 setattr(self, name, option.default)
                 continue
             given.add(name)
-            parsed = option.default if value in _SAME.get(name, ()) else option.parse(said, value)
+            parsed = option.default if value in SAME.get(name, ()) else option.parse(said, value)
             if option.refused and parsed != option.default:
                 raise ConfigError(f"{said}={value!r}: {option.refused}")
             setattr(self, name, parsed)
         self.given = frozenset(given)
         self._check()
 
+    @property
+    def own_step(self) -> bool:
+        """Whether a forward step, a batch or a loss is of the user's own."""
+        own = (self.custom_train_step_class, self.custom_get_batch_function, self.custom_loss_function)
+        return any(one is not None for one in own)
+
+    def _check_own(self) -> None:
+        for name, (default, nearest) in UNSERVED.items():
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: {nearest}")
+        for name in (one for one in self.__dataclass_fields__ if one.startswith("custom_")):
+            value = getattr(self, name)
+            if value is not None and not callable(value) and name != "custom_train_step_kwargs":
+                raise ConfigError(f"{name}={value!r}; expected a function")
+        step = self.custom_train_step_class
+        if step is None and self.custom_train_step_kwargs:
+            raise ConfigError("custom_train_step_kwargs are arguments of custom_train_step_class; give that, too")
+        if self.custom_prepare_model_function is not None and self.custom_model_provider_function is None:
+            raise ConfigError(
+                "custom_prepare_model_function prepares what custom_model_provider_function builds; give that, too"
+            )
+        for name in ("custom_get_batch_function", "custom_loss_function"):
+            if step is not None and not getattr(step, "takes_functions", False) and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is for the train steps of the families, and custom_train_step_class={step.__name__} "
+                    "is none; nearest: a subclass of GPTTrainStep, BertTrainStep or T5TrainStep"
+                )
+
     def _check(self) -> None:
-        for name in (*_DEGREES.values(), "num_micro_batches", "recompute_num_layers"):
+        self._check_own()
+        for name in (*DEGREES.values(), "num_micro_batches", "recompute_num_layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected a whole number of at least 1")
         if self.gradient_clipping < 0:
@@ -191,8 +300,8 @@ class MegatronConfig(BackendConfig):
             raise ConfigError(
                 f"capacity_factor={handler.capacity_factor}: megatron-core's experts drop no choice here; nearest: None"
             )
-        degrees = {axis: self._degree(axis, facts) for axis in _DEGREES}
-        values: dict[str, Any] = {_DEGREES[axis]: degree for axis, degree in degrees.items()}
+        degrees = {axis: self._degree(axis, facts) for axis in DEGREES}
+        values: dict[str, Any] = {DEGREES[axis]: degree for axis, degree in degrees.items()}
         config = replace(self, **values)
         if degrees["ep"] > 1:
             self._check_experts(degrees)
@@ -218,7 +327,7 @@ class MegatronConfig(BackendConfig):
             )
 
     def _degree(self, axis: str, facts: StrategyFacts) -> int:
-        name, asked = _DEGREES[axis], facts.parallelism.size(axis)
+        name, asked = DEGREES[axis], facts.parallelism.size(axis)
         own: int = getattr(self, name)
         if axis in facts.open_axes or own == asked:
             return own

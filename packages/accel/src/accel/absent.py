@@ -7,6 +7,7 @@ PAGE = "docs/reference/differences.md"
 
 _STAGES = "prepare_pippy splits a model into stages and runs them"
 _MEGATRON = "accel-megatron has MegatronLMPlugin, for strategy=; the loop is the ordinary one"
+_OF_MEGATRON = "accel-megatron has it: from accel_megatron import it, and read what differs"
 _FILES = "accelerator.save_state, save_model and save write checkpoints here; accel merge-weights exports one"
 _FP8 = 'mixed_precision="fp8" with AORecipeKwargs or TERecipeKwargs in kwargs_handlers does that here'
 _COMMANDS = "accel launch starts processes; accel launch --dry-run shows their environment"
@@ -16,11 +17,13 @@ _SMALL = "it has nothing to do with training"
 _INSTEAD = {
     _STAGES: "build_pipeline find_pippy_batch_size generate_device_map pippy_forward",
     _MEGATRON: (
-        "MegatronLMPlugin add_model_config_to_megatron_parser AbstractTrainStep "
-        "BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine "
-        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups MegatronLMOptimizerWrapper "
-        "MegatronLMSchedulerWrapper megatron_lm_initialize megatron_lm_prepare_data_loader "
+        "MegatronLMPlugin add_model_config_to_megatron_parser MegatronLMDummyScheduler MegatronEngine "
+        "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper megatron_lm_initialize megatron_lm_prepare_data_loader "
         "megatron_lm_prepare_model_optimizer_scheduler megatron_lm_prepare_optimizer megatron_lm_prepare_scheduler"
+    ),
+    _OF_MEGATRON: (
+        "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MegatronLMDummyDataLoader "
+        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups"
     ),
     _FILES: (
         "checkpointing save load save_fsdp_model save_fsdp_optimizer load_fsdp_model load_fsdp_optimizer "

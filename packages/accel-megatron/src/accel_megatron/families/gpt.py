@@ -9,6 +9,7 @@ from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.families.family import IGNORED, Family, Term, TokenBatch, layers_of
 from accel_megatron.families.norm import MarkedNorm
 from accel_megatron.families.router import plain_router
+from accel_state.errors import BackendError
 
 
 @final
@@ -37,25 +38,39 @@ class GPTFamily(Family):
     def batch(
         self,
         architecture: Architecture,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
     ) -> TokenBatch:
-        """Returns the batch; labels are shifted by one token."""
-        samples, length = input_ids.shape
+        """Returns the batch; labels are shifted by one token.
+
+        ``tokens`` and ``loss_mask`` are of Megatron-LM's data sets, which have shifted their labels already, and whose
+        ``attention_mask`` is True where a token does not read another, [samples, 1, tokens, tokens].
+
+        Raises:
+            BackendError: neither or both of ``input_ids`` and ``tokens``.
+        """
+        ids = input_ids if tokens is None else tokens
+        if ids is None or (input_ids is not None and tokens is not None):
+            raise BackendError("a call takes input_ids, or tokens of Megatron-LM's data sets, and this one has not one")
+        samples, length = ids.shape
         if position_ids is None:
-            position_ids = torch.arange(length, device=input_ids.device)
-        mask = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1).expand(samples, 1, -1, -1)
+            position_ids = torch.arange(length, device=ids.device)
+        mask = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1).expand(samples, 1, -1, -1)
         if attention_mask is not None:
-            mask = mask | (attention_mask == 0)[:, None, None, :]
+            mask = mask | (attention_mask if tokens is not None else (attention_mask == 0)[:, None, None, :])
         terms: tuple[Term, ...] = ()
-        if labels is not None:
-            targets = torch.full_like(input_ids, IGNORED)
+        if labels is not None and tokens is not None:
+            terms = (Term(labels if loss_mask is None else labels.masked_fill(loss_mask == 0, IGNORED)),)
+        elif labels is not None:
+            targets = torch.full_like(ids, IGNORED)
             targets[:, :-1] = labels[:, 1:]
             terms = (Term(targets),)
         positions = position_ids.expand(samples, length)
-        return TokenBatch({"ids": input_ids, "positions": positions, "mask": mask}, terms, (length,))
+        return TokenBatch({"ids": ids, "positions": positions, "mask": mask}, terms, (length,))
 
     def call(self, model: Any, part: TokenBatch, *, labelled: bool) -> Any:
         """Returns the losses of all tokens, or their logits."""

@@ -1,7 +1,7 @@
 """The prepared model: a call runs Megatron-LM's schedule, and the backward of its loss adds the gradients."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, final
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,17 @@ from torch import nn
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.families.family import TokenBatch
+from accel_megatron.families.steps import TrainStepArguments, train_step_of
 from accel_megatron.families.table import family_of
+from accel_megatron.training.own_batch import LOSS, OwnBatch, joined, reporting
 from accel_megatron.training.stage import bare
 from accel_megatron.training.window import Scheduled, WindowGradients
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    from accel_megatron.config import MegatronConfig
+    from accel_megatron.training.optimizer import EngineOptimizer
 
 
 @final
@@ -28,15 +34,15 @@ class MegatronEngine(nn.Module):
         chunk: this rank's stage, in Megatron-LM's wrappers.
         source: the Transformers model, whose parameters are on the meta device from now on.
         architecture: of the model.
-        num_micro_batches: micro-batches of a batch.
-        per_token: whether the loss is the mean over the tokens of a batch, not over its micro-batches.
+        options: of the run.
         loss_scale: loss scale of fp16, which the schedule multiplies each loss by; None without one.
         kept: fp32 weights of a model that computes in 16 bits, by megatron-core's names. An optimizer takes those that
             it updates; the others stay, so that states have no rounded weights.
 
     Attributes:
+        reported: what the user's loss function reported in the last call, by name, on every rank; empty without one.
         in_16_bits: whether the model computes in bf16 or fp16.
-        load_masters: replaces master weights of the optimizer; None without one.
+        optimizer: of the model; None without one.
     """
 
     chunk: Any
@@ -47,21 +53,24 @@ class MegatronEngine(nn.Module):
         chunk: nn.Module,
         source: nn.Module,
         architecture: Architecture,
+        options: "MegatronConfig",
         *,
-        num_micro_batches: int,
-        per_token: bool,
         loss_scale: LossScaler | None = None,
         kept: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.chunk = chunk
-        self.architecture, self.num_micro_batches, self.per_token = architecture, num_micro_batches, per_token
+        self.architecture = architecture
+        self.num_micro_batches: int = options.num_micro_batches
+        self._per_token = options.calculate_per_token_loss
         self.family = family_of(architecture)
         # Outside of the registry of modules, so that its parameters are not the engine's.
         self.__dict__.update(source=source, config=getattr(source, "config", None))
         self.kept = dict(kept or {})
         self._loss_scale = loss_scale
-        self.load_masters: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+        self._own = train_step_of(TrainStepArguments(options, getattr(source, "config", None), architecture))
+        self.reported: dict[str, torch.Tensor] = {}
+        self.optimizer: EngineOptimizer | None = None
         self.in_16_bits = bool(self.chunk.config.params_dtype != torch.float32)
         self.gradients = WindowGradients(chunk)
 
@@ -75,6 +84,8 @@ class MegatronEngine(nn.Module):
                 parallelism sequences that do not divide among tensor-parallel ranks.
         """
         training = self.training and torch.is_grad_enabled()
+        if self._own is not None:
+            return self._call_own(OwnBatch.of(args, arguments), training)
         batch = self.family.batch(self.architecture, *args, **arguments)
         if training and not batch.terms:
             raise BackendError(
@@ -82,6 +93,63 @@ class MegatronEngine(nn.Module):
                 "too; pass labels, or call model.eval()"
             )
         self._check_lengths(batch)
+        count = self._count(batch, training)
+        if not training:
+            logits = self._evaluate(batch, count)
+            return self.family.result(self.architecture, self.family.loss(logits, batch.terms), logits)
+        self._open_gradients()
+        return self.family.result(self.architecture, self._scheduled(self._train(batch, count)), ())
+
+    def train_step(self, **batch: Any) -> tuple[dict[str, torch.Tensor], bool, torch.Tensor | None, None]:
+        """Computes the gradients of a batch, steps the optimizer, and drops the gradients.
+
+        A window that is open ends with it. Schedulers are stepped by the loop.
+
+        Collective: every rank of the group must call this.
+
+        Returns:
+            The losses by name, whether the step was skipped because gradients overflowed in fp16, the norm of the
+            gradients (None where they are not clipped), and None for the number of zeros, which is not counted.
+
+        Raises:
+            BackendError: a model in evaluation, or one that was prepared without an optimizer.
+        """
+        optimizer = self.optimizer
+        if optimizer is None or not self.training:
+            what = "is in evaluation; call model.train()" if optimizer is not None else "was prepared without optimizer"
+            raise BackendError(f"train_step steps the model's optimizer, and this model {what}")
+        with torch.enable_grad():
+            loss = _loss_of(self(**batch))
+            (loss if self._loss_scale is None else self._loss_scale.scale(loss)).backward()
+        stepped, norm = optimizer.step(), optimizer.norm
+        if self._loss_scale is not None:
+            self._loss_scale.update()
+        optimizer.zero_grad()
+        return self._losses(loss), not stepped, norm, None
+
+    def eval_step(self, **batch: Any) -> dict[str, torch.Tensor]:
+        """Returns the losses of a batch by name, without gradients.
+
+        Collective: every rank of the group must call this.
+        """
+        with torch.no_grad():
+            return self._losses(_loss_of(self(**batch)))
+
+    def _losses(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns what the user's loss function reported, or the loss by Megatron-LM's name."""
+        return dict(self.reported) or {"lm loss": loss.detach()}
+
+    def _open_gradients(self) -> None:
+        self.gradients.open(1.0 if self._loss_scale is None else self._loss_scale.current)
+
+    def _scheduled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns a loss whose gradients have been computed, with a backward that adds them to the window."""
+        anchor = torch.zeros((), device=loss.device, requires_grad=True)
+        scheduled: torch.Tensor = Scheduled.apply(anchor, loss, self.gradients)  # type: ignore[no-untyped-call]
+        return scheduled
+
+    def _count(self, batch: TokenBatch | OwnBatch, training: bool) -> int:
+        """Returns the number of micro-batches, which is 1 in evaluation of a batch that does not divide."""
         count = self.num_micro_batches if self._divides(batch) else 1
         if training and count != self.num_micro_batches:
             whose = (
@@ -93,14 +161,20 @@ class MegatronEngine(nn.Module):
                 f"{whose} does not divide into num_micro_batches={self.num_micro_batches}; make "
                 "the batch size a multiple, or use drop_last=True"
             )
-        if not training:
-            logits = self._evaluate(batch, count)
-            return self.family.result(self.architecture, self.family.loss(logits, batch.terms), logits)
-        self.gradients.open(1.0 if self._loss_scale is None else self._loss_scale.current)
-        loss = self._train(batch, count)
-        anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        scheduled = Scheduled.apply(anchor, loss, self.gradients)  # type: ignore[no-untyped-call]
-        return self.family.result(self.architecture, scheduled, ())
+        return count
+
+    def _call_own(self, batch: OwnBatch, training: bool) -> Any:
+        """Returns what the forward step of the user's own computes."""
+        count = self._count(batch, training)
+        if training:
+            self._open_gradients()
+        found = self._run(reporting(self._own.forward_step), batch, count, forward_only=not training)
+        self.reported = joined(found, self.device)
+        loss = self.reported.pop(LOSS)
+        if training:
+            loss = self._scheduled(loss)
+        made = getattr(self._own, "model_output_class", None)
+        return loss if made is None else made(loss=loss, logits=self.reported.get("logits"))
 
     @property
     def device(self) -> torch.device:
@@ -120,8 +194,8 @@ class MegatronEngine(nn.Module):
                 own[name].copy_(value)
                 if name in self.kept:
                     self.kept[name] = value.detach().float().clone()
-        if self.load_masters is not None:
-            self.load_masters(weights)
+        if self.optimizer is not None:
+            self.optimizer.load_masters(weights)
 
     def _check_lengths(self, batch: TokenBatch) -> None:
         config = self.chunk.config
@@ -133,11 +207,11 @@ class MegatronEngine(nn.Module):
                     f"splits them; nearest: pad_to_multiple_of={size}, or sequence_parallelism=False"
                 )
 
-    def _fits(self, batch: TokenBatch) -> bool:
+    def _fits(self, batch: TokenBatch | OwnBatch) -> bool:
         """Whether this rank's batch divides into micro-batches."""
         return batch.samples % self.num_micro_batches == 0
 
-    def _divides(self, batch: TokenBatch) -> bool:
+    def _divides(self, batch: TokenBatch | OwnBatch) -> bool:
         """Whether the batches of all ranks of the expert-parallel group divide into micro-batches."""
         from megatron.core import parallel_state
 
@@ -160,7 +234,7 @@ class MegatronEngine(nn.Module):
                 # The schedule divides by the number of micro-batches.
                 means = (
                     [one * count / number for one, number in zip(sums, counts, strict=True)]
-                    if self.per_token
+                    if self._per_token
                     else [one / term.count for one, term in zip(sums, part.terms, strict=True)]
                 )
                 mean = torch.stack(means).sum()
@@ -178,7 +252,7 @@ class MegatronEngine(nn.Module):
             output = self.family.call(model, next(parts), labelled=False)
             return output, lambda output, non_loss_data: self.family.shards(output)
 
-        found = self._run(step, batch, count, forward_only=True)
+        found = self._run(step, batch, count, forward_only=True, collect=True)
         logits = []
         for number, shape in enumerate(self.family.shapes(self.architecture, batch)):
             joined = [torch.cat([part[number] for part in found])] if found else []
@@ -190,7 +264,9 @@ class MegatronEngine(nn.Module):
             logits.append(self._broadcast(joined, shape))
         return logits
 
-    def _run(self, step: Any, batch: TokenBatch, count: int, *, forward_only: bool) -> list[Any]:
+    def _run(
+        self, step: Any, batch: TokenBatch | OwnBatch, count: int, *, forward_only: bool, collect: bool = False
+    ) -> list[Any]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         with torch.enable_grad() if not forward_only else torch.no_grad():
@@ -203,7 +279,7 @@ class MegatronEngine(nn.Module):
                 micro_batch_size=batch.samples // count,
                 decoder_seq_length=batch.lengths[-1],
                 forward_only=forward_only,
-                collect_non_loss_data=forward_only,
+                collect_non_loss_data=collect,
             )
         return found
 
@@ -217,3 +293,11 @@ class MegatronEngine(nn.Module):
         if group.size() > 1:
             dist.broadcast(total, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return total
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """Returns the loss of what a call returned."""
+    loss: torch.Tensor | None = output if isinstance(output, torch.Tensor) else output.loss
+    if loss is None:
+        raise BackendError("a step of a Megatron-LM model needs labels, of which it computes the losses; pass labels")
+    return loss

@@ -1,4 +1,4 @@
-"""Folders of Megatron-LM's own distributed checkpoints (torch_dist): weights of prepared models, saved and loaded."""
+"""Folders of Megatron-LM's own distributed checkpoints (torch_dist): prepared models, saved and loaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +12,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from accel_backends.ops.fqn import innermost
 from accel_megatron.private import without_writer_process
 from accel_megatron.training.engine import MegatronEngine
+from accel_megatron.training.folder_states import (
+    MASTERS,
+    FolderStates,
+    check_states,
+    described_states,
+    described_weights,
+    load_states,
+)
 from accel_megatron.training.stage import bare
 from accel_state.collectives.tensors import agree
 from accel_state.errors import BackendError, CheckpointError
@@ -20,24 +28,25 @@ T = TypeVar("T")
 _LATEST, _FORMAT = "latest_checkpointed_iteration.txt", "metadata.json"
 
 
-def save_folder(model: nn.Module, folder: str | Path) -> None:
-    """Saves the weights of a prepared model as a folder of Megatron-LM's, for any degrees.
+def save_folder(model: nn.Module, folder: str | Path, *, optimizer: bool = True) -> None:
+    """Saves a prepared model, and the states of its optimizer, as a folder of Megatron-LM's, for any degrees.
 
-    Weights have the dtype in which the model computes. States of optimizers are in accel's checkpoints only.
+    Weights have the dtype in which the model computes; fp32 master weights are among the states.
 
     Collective: every rank of the group must call this.
 
     Args:
         model: what ``prepare`` returned.
         folder: is created; must be empty or absent.
+        optimizer: save the states of the optimizer, too, if the model has one.
 
     Raises:
         BackendError: the model was not prepared with Megatron-LM.
-        CheckpointError: the folder has files, or cannot be written.
+        CheckpointError: the folder has files, or cannot be written; or states that such folders do not hold.
     """
     from megatron.core import dist_checkpointing
 
-    chunk, path = bare(_engine(model).chunk), Path(folder)
+    engine, path = _engine(model), Path(folder)
 
     def create() -> None:
         if dist.get_rank() == 0:
@@ -46,29 +55,31 @@ def save_folder(model: nn.Module, folder: str | Path) -> None:
                 raise CheckpointError(f"{path} has files already; name a folder that is empty or absent")
 
     _on_all_ranks(create, f"{path} cannot be created")
+    saved: dict[str, Any] = {"model": described_weights(engine.chunk)}
+    if optimizer and engine.optimizer is not None:
+        saved["optimizer"] = described_states(engine.optimizer, saved["model"])
     with without_writer_process():
-        _on_all_ranks(
-            lambda: dist_checkpointing.save({"model": chunk.sharded_state_dict()}, str(path)),
-            f"{path} cannot be written",
-        )
+        _on_all_ranks(lambda: dist_checkpointing.save(saved, str(path)), f"{path} cannot be written")
 
 
-def load_folder(model: nn.Module, folder: str | Path, *, trust_pickle: bool = False) -> None:
-    """Loads weights from a folder that Megatron-LM, or ``save_folder``, wrote with any degrees.
+def load_folder(model: nn.Module, folder: str | Path, *, optimizer: bool = True, trust_pickle: bool = False) -> None:
+    """Loads a folder that Megatron-LM, or ``save_folder``, wrote with any degrees.
 
-    Master weights are replaced, too; states of optimizers stay.
+    Weights are the folder's fp32 master weights if it has them. Options of an optimizer's groups are loaded from
+    folders of ``save_folder``; those of Megatron-LM do not say which parameters a group has.
 
     Collective: every rank of the group must call this.
 
     Args:
         model: what ``prepare`` returned.
         folder: one with ``metadata.json``, or one of a series, of which the latest iteration is loaded.
+        optimizer: load the states of the optimizer, too, if the model has one; False: they stay.
         trust_pickle: has to be True, because torch reads the folder's index by unpickling, which runs its code.
 
     Raises:
         BackendError: the model was not prepared with Megatron-LM.
-        CheckpointError: ``trust_pickle`` is False, the folder is no such folder, or its tensors are those of another
-            model.
+        CheckpointError: ``trust_pickle`` is False, the folder is no such folder, its tensors are those of another
+            model, or it has no states that fit any degrees.
     """
     from megatron.core import dist_checkpointing
 
@@ -79,11 +90,31 @@ def load_folder(model: nn.Module, folder: str | Path, *, trust_pickle: bool = Fa
             "where it comes from: load_folder(..., trust_pickle=True)"
         )
     path = _on_all_ranks(lambda: _readable(Path(folder)), f"{folder} cannot be read", same=True)
+    own = engine.optimizer if optimizer else None
+    states = _on_all_ranks(lambda: _states(path, own is not None), f"{path} cannot be read")
+    weights = _wanted(engine)
+    further = states.wanted(weights, () if own is None else own.trained)
     loaded: dict[str, Any] = _on_all_ranks(
-        lambda: dist_checkpointing.load({"model": _wanted(engine)}, str(path))["model"],
+        lambda: dist_checkpointing.load({"model": weights, "further": further}, str(path)),
         f"{path} does not fit the model",
     )
-    engine.load_weights({name: loaded[name] for name, _ in bare(engine.chunk).named_parameters()})
+    found: dict[str, dict[str, torch.Tensor]] = loaded.get("further", {})
+    masters = {name: values[key] for name, values in found.items() for key in MASTERS if key in values}
+    names = [name for name, _ in bare(engine.chunk).named_parameters()]
+    engine.load_weights({name: masters.get(name, loaded["model"][name]) for name in names})
+    if own is not None:
+        _on_all_ranks(lambda: load_states(own, states, found), f"{path} does not fit the optimizer")
+
+
+def _states(folder: Path, wanted: bool) -> FolderStates:
+    """Returns the states that a folder has; with ``wanted``, it must have some that fit any degrees."""
+    from megatron.core import dist_checkpointing
+
+    keys = list(dist_checkpointing.load_tensors_metadata(str(folder)))
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    if wanted:
+        check_states(keys, common, folder)
+    return FolderStates.of(keys, common)
 
 
 def latest(folder: Path) -> Path:
@@ -138,7 +169,7 @@ def _wanted(engine: MegatronEngine) -> dict[str, Any]:
     megatron-core itself cuts or pads an embedding that has another number of rows. Floating-point tensors are fp32,
     so that master weights are not rounded.
     """
-    wanted: dict[str, Any] = bare(engine.chunk).sharded_state_dict()
+    wanted = described_weights(engine.chunk)
     for one in wanted.values():
         if hasattr(one, "allow_shape_mismatch"):
             one.allow_shape_mismatch = False

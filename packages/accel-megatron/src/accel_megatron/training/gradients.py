@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from accel_backends import ReplicatedGradients
 from accel_backends.ops.fqn import named_parameters
-from accel_backends.ops.loss_scaling import check_scaled
 from accel_megatron.training.gathering import (
     full_tensors,
     local_tensors,
@@ -41,13 +40,8 @@ class MegatronGradients(ReplicatedGradients):
         Raises:
             BackendError: gradients of a loss that was not scaled.
         """
-        if self.loss_scale is None:
-            return
         for optimizer in optimizers:
-            one = self._engines.of_optimizer(optimizer)
-            one.ready()
-            check_scaled(self.loss_scale, one.optimizer, one.inner_names)
-            self.loss_scale.unscale(one.optimizer)
+            self._engines.of_optimizer(optimizer).unscale()
 
     def clip_norm(
         self,
@@ -145,9 +139,8 @@ class MegatronGradients(ReplicatedGradients):
         Collective: every rank of the group must call this.
         """
         engine = self._engines.find(model)
-        optimizer = self._engines.optimizer_for(engine)
-        if engine.gradients.reduced and optimizer is not None:
-            return full_tensors(engine.architecture, optimizer.gradients(), engine.device)
+        if engine.gradients.reduced and engine.optimizer is not None:
+            return full_tensors(engine.architecture, engine.optimizer.gradients(), engine.device)
         total = self.unreduced(model)
         from megatron.core import parallel_state
 

@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from accel_backends.ops.loss_scaling import check_scaled
 from accel_megatron.conversion.rules import stack_name
 from accel_megatron.private import publish_main_weights, shard_span
 from accel_megatron.training.engine import MegatronEngine
@@ -24,12 +25,23 @@ class EngineOptimizer:
         optimizer: the user's optimizer, whose parameters are those of the engine, or this rank's shards of them.
         groups: names in the Transformers model of the parameters of each group, in the user's order.
         parameters: those of this rank's stage, by megatron-core's names.
+        distributed: whether states are sharded over data-parallel ranks.
+        norm: of the window's gradients, once they have been clipped; otherwise None.
     """
 
     def __init__(
-        self, engine: MegatronEngine, optimizer: Optimizer, names: Mapping[int, str], *, distributed: bool
+        self,
+        engine: MegatronEngine,
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        *,
+        distributed: bool,
+        clipping: float,
+        scaler: LossScaler | None = None,
     ) -> None:
         """Takes the optimizer over; ``names``: names of the Transformers model's parameters by id.
+
+        ``clipping``: norm that a step clips to (0: none) unless ``clip`` was called. ``scaler``: loss scale of fp16.
 
         Raises:
             PrepareError: see ``_rebind``; or an optimizer that Megatron-LM's distributed optimizer does not shard.
@@ -45,16 +57,17 @@ class EngineOptimizer:
             )
         self.engine, self.optimizer = engine, optimizer
         self.groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        self._clipped = False
+        self.norm: torch.Tensor | None = None
+        self._clipping, self._scaler = clipping, scaler
         self._prepared = False
-        self._distributed = distributed
+        self.distributed = distributed
         self.parameters = dict(bare(engine.chunk).named_parameters())
         self._rules = dict(engine.architecture.rules(*place()))
         self._rebind()
         self._megatron = self._wrapped()
         self._shards = _shards(self._megatron) if distributed else {}
         self._take_masters()
-        engine.load_masters = self.load_masters
+        engine.optimizer = self
 
     def _rebind(self) -> None:
         own = self.parameters
@@ -85,11 +98,11 @@ class EngineOptimizer:
             # Also in fp16, in which megatron-core otherwise expects a loss scale of its own.
             bf16=half,
             params_dtype=self.engine.chunk.config.params_dtype,
-            use_distributed_optimizer=self._distributed,
+            use_distributed_optimizer=self.distributed,
             clip_grad=0.0,
         )
         wrapped: Any
-        if self._distributed:
+        if self.distributed:
             wrapped = DistributedOptimizer(
                 self.optimizer,
                 config,
@@ -130,26 +143,39 @@ class EngineOptimizer:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor.to(parameter.grad.dtype))
-        self._clipped = True
-        return norm.to(torch.float32)
+        self.norm = norm.to(torch.float32)
+        return self.norm
 
-    def step(self, clipping: float, scaler: LossScaler | None = None) -> bool:
-        """Steps, after clipping to ``clipping`` (0: not at all) unless ``clip`` was called in this window.
+    def unscale(self) -> None:
+        """Averages gradients over ranks and divides them by the loss scale, once a window; does nothing without one.
 
-        Gradients have been divided by the loss scale of ``scaler``. Returns False if they overflowed with it, so that
-        all ranks skipped the step.
+        Collective: every rank of the group must call this.
+
+        Raises:
+            BackendError: gradients of a loss that was not scaled.
+        """
+        if self._scaler is not None:
+            self.ready()
+            check_scaled(self._scaler, self.optimizer, self.inner_names)
+            self._scaler.unscale(self.optimizer)
+
+    def step(self) -> bool:
+        """Steps, after clipping unless ``clip`` was called in this window; without gradients, does nothing.
+
+        Returns False if gradients overflowed in fp16, so that all ranks skipped the step.
 
         Collective: every rank of the group must call this.
         """
         if not self.engine.gradients.filled:
             return True
+        self.unscale()
         self.ready()
-        if clipping and not self._clipped:
-            self.clip(clipping)
-        if scaler is None:
+        if self._clipping and self.norm is None:
+            self.clip(self._clipping)
+        if self._scaler is None:
             self._megatron.step_with_ready_grads()
             return True
-        stepped = scaler.step(self.optimizer)
+        stepped = self._scaler.step(self.optimizer)
         if stepped:
             self._publish()
         return stepped
@@ -163,7 +189,9 @@ class EngineOptimizer:
         """Drops the gradients of the window."""
         self.engine.gradients.clear()
         self._megatron.zero_grad()
-        self._clipped = self._prepared = False
+        self.norm, self._prepared = None, False
+        if self._scaler is not None:
+            self._scaler.forget(self.optimizer)
 
     def ready(self) -> None:
         """Averages gradients over ranks and passes them to the torch optimizer, once a window."""
@@ -181,7 +209,7 @@ class EngineOptimizer:
         """
         if not self.engine.in_16_bits:
             return {}
-        if not self._distributed:
+        if not self.distributed:
             return {name: p.main_param.detach() for name, p in self.parameters.items() if hasattr(p, "main_param")}
         return {name: self._summed(p, self._inner(p)) for name, p in self.parameters.items() if p.requires_grad}
 
@@ -203,7 +231,7 @@ class EngineOptimizer:
         """
         self.engine.gradients.reduce()
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        if not self._distributed:
+        if not self.distributed:
             return {name: p.main_grad.detach().clone() for name, p in trained.items()}
         return {
             name: self._summed(p, None if self._inner(p) is None else self._part(p, p.main_grad))
@@ -219,7 +247,7 @@ class EngineOptimizer:
 
         Collective: every data-parallel rank must call this.
         """
-        if not self._distributed:
+        if not self.distributed:
             inner = {name: self._inner(p) for name, p in self.parameters.items()}
             return {
                 name: dict(self.optimizer.state[p])
@@ -244,13 +272,13 @@ class EngineOptimizer:
 
     def _inner(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Returns what the torch optimizer updates for a parameter on this rank; None: it is on other ranks."""
-        if not self._distributed:
+        if not self.distributed:
             main: torch.Tensor = getattr(parameter, "main_param", parameter)
             return main
         return self._shards.get(id(parameter))
 
     def _part(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if not self._distributed:
+        if not self.distributed:
             return value
         begin, end = shard_span(self._megatron, parameter)
         return value.reshape(-1)[begin:end]
@@ -283,18 +311,23 @@ class EngineOptimizer:
     def _publish(self) -> None:
         """Copies master weights into the model, those of shards on all ranks."""
         publish_main_weights(self._megatron)
-        if self._distributed:
+        if self.distributed:
             self.engine.chunk.start_param_sync()
 
     def _take_masters(self) -> None:
         """Replaces master weights, which megatron-core makes of rounded weights, by those that the model had."""
-        own = [name for name in self.engine.kept if self.parameters[name].requires_grad and name in self._trained()]
+        own = [name for name in self.engine.kept if name in self.trained]
         self.load_masters({name: self.engine.kept.pop(name) for name in own})
 
-    def _trained(self) -> set[str]:
-        """Names in megatron-core's model of the parameters that the optimizer updates, on this rank or another."""
+    @property
+    def trained(self) -> set[str]:
+        """Names in megatron-core's model of the parameters that the optimizer updates, on this rank or a replica."""
         listed = {name for names in self.groups for name in names}
-        return {name for name, rule in self._rules.items() if stack_name(rule.names[0]) in listed}
+        return {
+            name
+            for name, rule in self._rules.items()
+            if stack_name(rule.names[0]) in listed and self.parameters[name].requires_grad
+        }
 
 
 def _shards(megatron: Any) -> dict[int, torch.Tensor]:

@@ -54,17 +54,12 @@ class MegatronEngines:
                 return self._optimizers[id(one)]
         raise BackendError(f"{type(optimizer).__name__} was not prepared; prepare it in one call with its model")
 
-    def optimizer_for(self, engine: MegatronEngine) -> EngineOptimizer | None:
-        """Returns the optimizer of an engine; None if it has none."""
-        return next((one for one in self._optimizers.values() if one.engine is engine), None)
-
     def weights(self, engine: MegatronEngine) -> dict[str, torch.Tensor]:
         """Returns this rank's weights by megatron-core's names, in fp32 also if the model computes in 16 bits.
 
         Collective: every data-parallel rank must call this.
         """
-        optimizer = self.optimizer_for(engine)
-        return engine.weights() | ({} if optimizer is None else optimizer.masters())
+        return engine.weights() | ({} if engine.optimizer is None else engine.optimizer.masters())
 
     def optimizer_of_all(self, parameters: Iterable[torch.Tensor]) -> EngineOptimizer:
         """Returns the optimizer of the engine whose trained parameters are all among ``parameters``.

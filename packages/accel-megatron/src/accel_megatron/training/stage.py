@@ -10,6 +10,7 @@ from accel_megatron.conversion.rules import stack_name
 from accel_megatron.families.table import family_of
 from accel_megatron.training.gathering import place
 from accel_megatron.training.padding import stop_padding
+from accel_megatron.training.provider import check_parameters, provided_model
 from accel_state.environment import patch_environment
 from accel_state.errors import PrepareError
 
@@ -55,6 +56,8 @@ def transformer_config(
         if options.recompute_granularity == "full":
             values["recompute_method"] = options.recompute_method
             values["recompute_num_layers"] = options.recompute_num_layers
+    if options.own_step:  # which alone knows the shapes that stages pass on; other dispatchers need one shape
+        values |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     return TransformerConfig(
         **values,
         tensor_model_parallel_size=options.tp_degree,
@@ -86,8 +89,7 @@ def build_stage(
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     trained: Mapping[str, bool],
-    *,
-    distributed_optimizer: bool,
+    options: "MegatronConfig",
 ) -> Any:
     """Returns this rank's stage with the given weights, in Megatron-LM's data-parallel wrapper.
 
@@ -96,21 +98,25 @@ def build_stage(
     Collective: every rank of the group must call this.
 
     Raises:
-        PrepareError: of the parameters that megatron-core keeps in one tensor, only some are trained.
+        PrepareError: of the parameters that megatron-core keeps in one tensor, only some are trained; or the user's own
+            function builds a model with other parameters.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
     here = place()
+    first, last = here.stage == 0, here.stage == here.stages - 1
     with patch_environment(**dict.fromkeys(_SETS, "1")):
-        model: Any = family_of(architecture).build(
-            config,
-            architecture,
-            first=here.stage == 0,
-            last=here.stage == here.stages - 1,
-            num_layers=architecture.num_layers // here.stages,
+        model: Any = (
+            family_of(architecture).build(
+                config, architecture, first=first, last=last, num_layers=architecture.num_layers // here.stages
+            )
+            if options.custom_model_provider_function is None
+            else provided_model(options, config, first=first, last=last)
         )
-    if architecture.padding is not None and here.stage == 0:
+    if options.custom_model_provider_function is not None:
+        check_parameters(model, weights)
+    if architecture.padding is not None and first:
         stop_padding(model.embedding.word_embeddings, architecture.padding)
     model.to(device)
     own = dict(model.named_parameters())
@@ -130,7 +136,7 @@ def build_stage(
     wrapping = DistributedDataParallelConfig(
         grad_reduce_in_fp32=half,
         overlap_grad_reduce=False,
-        use_distributed_optimizer=distributed_optimizer,
+        use_distributed_optimizer=options.use_distributed_optimizer,
     )
     return DistributedDataParallel(config, wrapping, model)
 

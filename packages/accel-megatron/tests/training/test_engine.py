@@ -1,0 +1,51 @@
+"""Steps in the style of Accelerate's engine equal the ordinary loop. On CPU ranks, under the stand-in for CUDA."""
+
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [({"tp_degree": 2}, "no"), ({"pp_degree": 2, "num_micro_batches": 2}, "fp16")],
+)
+def test_calls_of_train_step_train_as_the_loop(rank, options, precision):
+    import torch
+    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+
+    def prepared(one):
+        source = make_model("llama")
+        optimizer = optimizer_of(source)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return one.prepare(source, optimizer, schedule)
+
+    options = {"gradient_clipping": 0.5, "mixed_precision": precision, **options}
+    with accelerator(**options) as one:
+        model, optimizer, schedule = prepared(one)
+        losses, norms = [], []
+        for step in range(3):
+            loss = model(**samples(0, step)).loss
+            one.backward(loss)
+            norms.append(float(one.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        expected = one.get_state_dict(model)
+    with accelerator(**options) as one:
+        model, optimizer, schedule = prepared(one)
+        found = []
+        for step in range(3):
+            found.append(model.train_step(**samples(0, step)))
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
+        assert [float(said["lm loss"]) for said, _, _, _ in found] == losses
+        assert [float(norm) for _, _, norm, _ in found] == norms
+        assert largest_difference(one.get_state_dict(model), expected) == 0
+        said = model.eval().eval_step(**samples(0, 3))
+        assert said["lm loss"].requires_grad is False
+        with torch.no_grad():
+            assert float(said["lm loss"]) == float(model(**samples(0, 3)).loss)
