@@ -23,6 +23,13 @@ def test_importing_brings_in_nothing_heavy():
     assert done.stdout == "set()\n"
 
 
+def test_no_other_package_imports_megatron():
+    sources = [path for path in README.parent.parent.glob("*/src/**/*.py") if "accel_megatron" not in path.parts]
+    assert len(sources) > 100
+    written = re.compile(r"^\s*(from|import) megatron\b", re.MULTILINE)
+    assert [str(path) for path in sources if written.search(path.read_text())] == []
+
+
 def test_the_example_runs_as_it_is(capsys):
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     exec(compile(block, str(README), "exec"), {"__name__": "__main__"})

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 
 # Losses and weights against fp32 weights under autocast. A bf16 significand has 8 bits: weights that are rounded to it,
 # some of which are about 1, would differ by 2e-3.
-TOLERANCE = {"bf16": 1e-3, "fp16": 1e-4}
+TOLERANCE = {"bf16": 1e-3, "fp16": 2e-4}
 
 
 def assert_trains_as_autocast(rank, precision, kind="llama", *, clip=None, accumulation=1, optimizer="sgd", **options):
