@@ -1,13 +1,15 @@
 """Calls on the path of a step that would wait for a device: none in accel's own code."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from accel import Accelerator
+from accel import Accelerator, ParallelismConfig
 from accel_observe.tracking.reductions import reduced
 
 from . import host_waits
@@ -68,6 +70,73 @@ def test_a_step_waits_for_no_device(rank: int, loop: Loop, options: dict[str, An
         for one in rows[4:]:
             loop(accelerator, model, optimizer, scheduler, one)
     assert sorted(set(found)) == []
+    accelerator.end_training()
+
+
+#: Modules that read tensors of the host, whatever the device.
+ON_HOST = ("late_loss.py", "faults.py", "stages.py")
+#: Degrees, arguments of the model, and the modules that read numbers of the device, as the documentation says.
+AXES: dict[str, tuple[dict[str, int], dict[str, Any], set[str]]] = {
+    "tp": ({"tp_size": 2}, {}, set()),
+    "cp": ({"cp_size": 2}, {}, set()),
+    "sp": ({"sp_size": 2}, {}, set()),
+    "ep": ({"ep_size": 2}, {}, {"expert_parallel.py"}),
+    "pp": ({"pp_size": 2}, {}, {"micro_batches.py"}),
+    "pp with num_items_in_batch": ({"pp_size": 2}, {"num_items_in_batch": 28}, set()),
+}
+
+
+def modules(found: Sequence[str]) -> set[str]:
+    """Names of the modules of calls that wait, without those that read tensors of the host."""
+    return {line.partition(".py:")[0].rpartition("/")[2] + ".py" for line in found} - set(ON_HOST)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("degrees", "given", "known"), AXES.values(), ids=AXES)
+def test_a_step_along_an_axis_of_a_model_waits_where_the_documentation_says(
+    degrees: dict[str, int], given: dict[str, Any], known: set[str]
+) -> None:
+    pytest.importorskip("transformers")
+    from accel_testing.equivalence.causal_lms import tiny_llama, tiny_mixtral
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees))
+    made = tiny_mixtral(output_router_logits=True) if "ep_size" in degrees else tiny_llama()
+    model, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters()))
+    rows = torch.randint(64, (4, 8))
+
+    def steps() -> None:
+        for _ in range(2):
+            accelerator.backward(model(input_ids=rows, labels=rows, **given).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps()
+    with waits(by_operator="cp_size" not in degrees) as found:  # torch's causal mask permits no dispatch mode
+        steps()
+    assert modules(found) == known
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("watch", [False, True])
+def test_a_meter_and_a_loader_wait_for_no_device(watch: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    made = nn.Linear(4, 1)
+    loader = DataLoader(torch.randn(32, 4), batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, batches = accelerator.prepare(made, torch.optim.AdamW(made.parameters()), loader)
+    meter = accelerator.meter(every=1000, watch_loss=watch)
+    meter._late = watch  # as where a device computes
+    found: list[str] = []
+    for epoch in range(2):
+        with waits() if epoch else nullcontext(found) as found:
+            for batch in batches:
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                meter.step(loss)
+                accelerator.gather_for_metrics(loss.detach())
+    assert modules(found) == set()
     accelerator.end_training()
 
 
