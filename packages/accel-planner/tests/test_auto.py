@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel import Accelerator
+from accel import Accelerator, ParallelismConfig
 from accel_backends import BackendConfig, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accel_planner import AutoStrategy, Hardware, PlanError, choose, optimizer_facts, plan_all, profile_model
 from accel_planner.auto import able, first_batch
@@ -213,6 +213,13 @@ def test_auto_looks_at_one_model() -> None:
 def test_auto_does_not_go_with_what_it_would_choose() -> None:
     with pytest.raises(ConfigError, match=r"chooses .* and FSDPConfig says it already|both given"):
         Accelerator(cpu=True, strategy="auto", fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+def test_degrees_beside_auto_are_refused_with_what_proposes_them() -> None:
+    with pytest.raises(
+        ConfigError, match=r"all degrees 1\); leave one of them out .*accel plan CONFIG` proposes degrees"
+    ):
+        Accelerator(cpu=True, strategy="auto", parallelism_config=ParallelismConfig(tp_size=1))
 
 
 def test_options_of_ddp_wait_for_ddp_to_be_chosen() -> None:

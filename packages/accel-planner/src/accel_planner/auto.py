@@ -1,4 +1,7 @@
-"""``strategy="auto"``: the planner chooses a strategy when the first model is prepared, the same on all ranks."""
+"""``strategy="auto"``: the planner chooses a strategy when the first model is prepared, the same on all ranks.
+
+Strategies are backends with their options; degrees of model-parallel axes are proposed by ``select_axes`` alone.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +69,8 @@ class AutoStrategy(BackendConfig):
             sizes = ", ".join(f"{axis}_size={given.size(axis)}" for axis in given.active_mesh_dims)
             raise ConfigError(
                 "strategy 'auto' chooses how a model is spread over processes, and ParallelismConfig says it already"
-                f" ({sizes or 'all degrees 1'}); leave one of them out"
+                f" ({sizes or 'all degrees 1'}); leave one of them out ('auto' chooses backends, `accel plan CONFIG` "
+                "proposes degrees)"
             )
         return BackendConfig.resolve(self, facts)
 
