@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,26 @@ def test_gpus_that_cannot_reach_each_other_are_refused(name, env, refused, monke
     monkeypatch.setattr("accel_state.device.gpus.check_cuda_p2p_ib_support", lambda: False)
     with pytest.raises(SessionError, match="NCCL_P2P_DISABLE=1") if refused else nullcontext():
         Device("cuda", 0).check_connections(env)
+
+
+def test_the_nearer_cores_are_those_of_the_device_and_not_of_the_local_rank(monkeypatch):
+    bound = []
+    monkeypatch.setattr("accel_state.device.gpus.set_numa_affinity", bound.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    assert Device("cuda", 2).keep_to_near_cores()
+    assert Device("cuda").keep_to_near_cores()
+    assert bound == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("arch", "fnuz", "ocp"), [("gfx90a", 0, 0), ("gfx942", 1, 0), ("gfx950", 0, 1), ("gfx1201", 0, 1)]
+)
+def test_generations_of_amd_have_one_of_two_kinds_of_fp8_or_none(arch, fnuz, ocp, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+    gpu = Device("cuda", 0)
+    assert (gpu.supports(torch.float8_e4m3fnuz), gpu.supports(torch.float8_e4m3fn)) == (bool(fnuz), bool(ocp))
+    assert gpu.supports(torch.bfloat16)
 
 
 def test_a_cpu_has_no_connections_to_check_and_no_nearer_cores():
