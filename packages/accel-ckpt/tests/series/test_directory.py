@@ -93,11 +93,11 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".notes.staging").mkdir()
     (tmp_path / "checkpoint_9").symlink_to(tmp_path)
     series = CheckpointDirectory(tmp_path, retention=keep_last(1))
-    assert series.save({"n": 1}).path.name == "checkpoint_8"
+    assert series.save({"n": 1}).path.name == "checkpoint_10"
     series.sweep()
-    assert [entry.number for entry in series.entries()] == [8]
+    assert [entry.number for entry in series.entries()] == [10]
     assert names(tmp_path) == [
-        ".notes.staging", "checkpoint_07", "checkpoint_7", "checkpoint_8", "checkpoint_9", "checkpoint_x",
+        ".notes.staging", "checkpoint_07", "checkpoint_10", "checkpoint_7", "checkpoint_9", "checkpoint_x",
     ]  # fmt: skip
 
 
@@ -198,3 +198,27 @@ def test_a_save_removes_what_killed_saves_to_the_same_place_left(tmp_path):
         os.utime(tmp_path / name, (0, 0))
     accel_ckpt.save(tmp_path / "c", {"model": {"w": torch.ones(2)}})
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.0123456789abcdef.staging", "c"]
+
+
+def test_a_checkpoint_that_was_moved_and_linked_stays_in_its_series(tmp_path: Path) -> None:
+    series = CheckpointDirectory(tmp_path / "series", retention=keep_last(2))
+    series.save({"a": {"x": torch.ones(2)}})
+    moved = (tmp_path / "series/checkpoint_0").rename(tmp_path / "elsewhere")
+    (tmp_path / "series/checkpoint_0").symlink_to(moved)
+    latest = series.latest()
+    assert latest is not None
+    assert latest.path.name == "checkpoint_0"
+    assert not series.is_empty()
+    for _ in range(2):
+        series.save({"a": {"x": torch.ones(2)}})
+    assert sorted(entry.name for entry in (tmp_path / "series").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    assert (moved / "manifest.json").exists(), "pruning removes the link only"
+
+
+@pytest.mark.parametrize("thing", ["file", "dangling link"])
+def test_a_name_that_is_taken_by_something_else_is_passed_over(tmp_path: Path, thing: str) -> None:
+    series = CheckpointDirectory(tmp_path / "series")
+    series.save({"a": {"x": torch.ones(2)}})
+    taken = tmp_path / "series/checkpoint_1"
+    taken.write_text("mine") if thing == "file" else taken.symlink_to(tmp_path / "nowhere")
+    assert series.save({"a": {"x": torch.ones(2)}}).path.name == "checkpoint_2"

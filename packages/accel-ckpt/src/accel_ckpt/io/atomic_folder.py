@@ -216,7 +216,13 @@ def sweep(folder: Path, grace: float = YOUNG, *, only: str | None = None) -> lis
 
 
 def discard(path: Path) -> None:
-    """Removes a folder atomically, by renaming it first; after a kill in between, ``sweep`` removes the rest."""
+    """Removes a folder atomically, by renaming it first; after a kill in between, ``sweep`` removes the rest.
+
+    Of a link to a folder only the link is removed.
+    """
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
     identity = secrets.token_hex(8)
     lock = path.parent / f".{path.name}.{identity}.lock"
     aside = path.parent / f".{path.name}.{identity}.staging"

@@ -189,9 +189,12 @@ class CheckpointDirectory:
         return self._peers.run_on_keeper(f"sweeping {self.path}", sweep)
 
     def _numbers(self) -> list[int]:
-        """Returns the existing numbers in order, of committed checkpoints and other folders."""
+        """Returns the existing numbers in order, of committed checkpoints and anything else with such a name.
+
+        A link counts: a checkpoint may have been moved to another disk.
+        """
         names = self._storage.listing(self.path) if is_folder(self._storage, self.path) else {}
-        found = (NUMBERED.fullmatch(name) for name, size in names.items() if size is None)
+        found = map(NUMBERED.fullmatch, names)
         return sorted(int(match[1]) for match in found if match is not None)
 
     def _committed(self) -> list[int]:
