@@ -386,19 +386,16 @@ def test_a_failure_of_the_users_on_one_rank_fails_the_save_on_all(
 
 
 def test_two_runs_that_save_in_one_project_at_once_replace_nothing(tmp_path: Path) -> None:
-    class Meanwhile:
-        """Saves another run, once this one has chosen its place."""
-
-        def state_dict(self) -> dict[str, int]:
-            if not (tmp_path / "checkpoints").exists():
-                Run(Accelerator(cpu=True, project_config=project(tmp_path, None))).accelerator.save_state()
-            return {}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            pass
-
     run = Run(Accelerator(cpu=True, project_config=project(tmp_path, None)))
-    run.accelerator.register_for_checkpointing(Meanwhile())
+
+    run.accelerator.register_for_checkpointing(Counter())
+
+    def save_another_run(*_: object) -> None:
+        """Saves it once this one has chosen its place."""
+        if not (tmp_path / "checkpoints" / "checkpoint_0").exists():
+            Run(Accelerator(cpu=True, project_config=project(tmp_path, None))).accelerator.save_state()
+
+    run.accelerator.register_save_state_pre_hook(save_another_run)
     with pytest.raises(CheckpointError, match="a checkpoint is there already"):
         run.accelerator.save_state()
     with open_checkpoint(tmp_path / "checkpoints" / "checkpoint_0") as other:

@@ -103,6 +103,55 @@ def test_each_rank_gets_its_own_registered_object_back(rank: int, tmp_path: Path
     assert model is not None
 
 
+class Anything:
+    """A registered object with any state."""
+
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def state_dict(self) -> object:
+        return self.state
+
+    def load_state_dict(self, state: object) -> None:
+        self.state = state
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"x": 1}, {"y": torch.ones(3)}),
+        ({"seen": {"a": 1}}, {"seen": {"a": 1, "b": 2}}),
+        ({"seen": {1: "a", 2: "b"}}, {"seen": {2: "b"}}),
+        ([1], "text"),
+    ],
+)
+def test_objects_with_other_keys_on_each_rank_are_not_mixed(
+    rank: int, tmp_path: Path, first: object, second: object
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    own = second if rank else first
+    accelerator.register_for_checkpointing(held := Anything(own))
+    accelerator.save_state(tmp_path / "saved")
+    held.state = None
+    accelerator.load_state(tmp_path / "saved")
+    assert str(held.state) == str(own)
+
+
+@pytest.mark.ranks(2)
+def test_optimizer_states_of_other_parameters_on_each_rank_are_not_mixed(rank: int, tmp_path: Path) -> None:
+    accelerator, model, optimizer = run()
+    trained_apart(accelerator, model, optimizer, 1)
+    inner = optimizer.optimizer
+    del inner.state[inner.param_groups[0]["params"][rank]]
+    accelerator.save_state(tmp_path / "saved")
+    again, _, restored = run()
+    again.load_state(tmp_path / "saved")
+    stepped = [parameter in restored.optimizer.state for parameter in restored.optimizer.param_groups[0]["params"]]
+    assert stepped == [number != rank for number in range(4)]
+
+
 @pytest.mark.ranks(2)
 def test_buffers_that_are_not_kept_equal_are_those_of_the_first_rank(rank: int, tmp_path: Path) -> None:
     from accel.utils import DistributedDataParallelKwargs

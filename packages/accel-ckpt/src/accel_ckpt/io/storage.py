@@ -57,11 +57,12 @@ def locate(place: str | os.PathLike[str], *, base: Path | None = None) -> Locati
     A relative path is below ``base``; None: the working directory.
 
     Raises:
-        CheckpointError: a URL was converted to a path before, which drops one of its slashes.
+        CheckpointError: ``place`` is none of them, holds a NUL character, or was a URL and became a path before, which
+            drops one of its slashes.
     """
     if isinstance(place, Url):
         return place
-    text = os.fspath(place)
+    text = _text(place)
     scheme, separator, rest = text.partition("://")
     if separator and scheme not in _LOCAL_SCHEMES:
         return Url(text.rstrip("/"))
@@ -69,6 +70,22 @@ def locate(place: str | os.PathLike[str], *, base: Path | None = None) -> Locati
         raise CheckpointError(f"{text!r} was a URL before it became a path; give it as text")
     path = Path(rest if separator else text).expanduser()
     return path.absolute() if base is None else base / path
+
+
+def _text(place: object) -> str:
+    text = os.fspath(place) if isinstance(place, str | bytes | os.PathLike) else place
+    if isinstance(text, bytes):
+        raise CheckpointError(f"{place!r}: expected a folder as text or as a path; nearest: {os.fsdecode(text)!r}")
+    if not isinstance(text, str):
+        raise CheckpointError(
+            f"{place!r} is of type {type(place).__name__}; expected a folder as text or as a path; nearest: "
+            f"{str(place)!r}"
+        )
+    if "\0" in text:
+        raise CheckpointError(
+            f"{text!r} holds the character NUL, which no path has; nearest: {text.replace(chr(0), '')!r}"
+        )
+    return text
 
 
 class Staged(Protocol):

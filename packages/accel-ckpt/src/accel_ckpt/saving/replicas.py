@@ -34,7 +34,9 @@ class Terms:
     """Treatment of replicas that differ, and files that the user adds to a checkpoint.
 
     States named in ``own`` are saved rank by rank where ranks differ from the first one; of other states the first
-    rank's values are saved, with a warning. ``refused(path)`` returns advice for paths where that would be wrong: the
+    rank's values are saved, with a warning. Ranks with other keys differ too, unless each may hold a part of a state:
+    the keys of all ranks are then one state. Those are the sharded states, the ones that are not in ``own``, and the
+    ones in ``in_parts``. ``refused(path)`` returns advice for paths where that would be wrong: the
     save then fails with the advice.
 
     ``fill(folder)`` is called before the state is read, on all ranks, if all have it. The files that it writes into the
@@ -44,6 +46,7 @@ class Terms:
     """
 
     own: Collection[str] = ()
+    in_parts: Collection[str] = ()
     refused: Callable[[str], str | None] = lambda place: None
     fill: Callable[[Location], object] | None = None
 
@@ -157,16 +160,10 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([flat[:whole].view(-1, _ROW).sum(1, dtype=torch.int64), flat[whole:].to(torch.int64)])
 
 
-def merge_structures(structures: Sequence[StateStructure]) -> Merged:
+def merge_structures(structures: Sequence[StateStructure], terms: Terms) -> Merged:
     """Merges the trees of ranks that differ. Where values differ, the first rank's value is used."""
     differences = Differences()
-    trees: dict[str, Json] = {}
-    for rank, structure in enumerate(structures):
-        for state, tree in structure.trees.items():
-            conflicts: list[str] = []
-            trees[state] = _merge(trees[state], tree, state, conflicts) if state in trees else tree
-            for place in conflicts:
-                differences.add(state, place, rank)
+    trees = _merge_trees(structures, set(terms.own) - set(terms.in_parts) - _sharded(structures), differences)
     states = {tensor_name((state,)): state for state in trees}
     holders: dict[str, tuple[int, ...]] = {}
     for rank, structure in enumerate(structures):
@@ -194,8 +191,7 @@ def kept_apart(structures: Sequence[StateStructure], merged: Merged, terms: Term
         CheckpointError: values that must be equal differ, or tensors differ in dtype or shape; raised on all ranks.
     """
     differences = merged.differences
-    sharded = frozenset[str]().union(*(structure.sharded for structure in structures))
-    own = {state for state in differences.places if state in terms.own and state not in sharded}
+    own = {state for state in differences.places if state in terms.own} - _sharded(structures)
     for state, places in sorted(differences.places.items()):
         advice = next((text for place in sorted(places) if (text := terms.refused(place)) is not None), None)
         if advice is not None and state not in own:
@@ -204,6 +200,24 @@ def kept_apart(structures: Sequence[StateStructure], merged: Merged, terms: Term
         if state not in own:
             raise CheckpointError(f"{text}; what differs between ranks belongs into local")
     return frozenset(state for state in own if rank in differences.ranks[state])
+
+
+def _merge_trees(
+    structures: Sequence[StateStructure], whole: Collection[str], differences: Differences
+) -> dict[str, Json]:
+    trees: dict[str, Json] = {}
+    for rank, structure in enumerate(structures):
+        for state, tree in structure.trees.items():
+            conflicts: list[str] = []
+            known = trees.get(state, tree)
+            trees[state] = _merge(known, tree, state, conflicts, whole=state in whole)
+            for place in conflicts:
+                differences.add(state, place, rank)
+    return trees
+
+
+def _sharded(structures: Sequence[StateStructure]) -> frozenset[str]:
+    return frozenset[str]().union(*(structure.sharded for structure in structures))
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -216,26 +230,30 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from tensor.detach().view(-1).split(_JOB // tensor.element_size())
 
 
-def _merge(one: Json, other: Json, path: str, conflicts: list[str]) -> Json:
+def _merge(one: Json, other: Json, path: str, conflicts: list[str], *, whole: bool) -> Json:
+    """Merges two ranks' trees; with ``whole`` each is a full state, so that other keys are a conflict."""
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict):
         if set(one) == set(other) == {"$dict"}:
-            pairs: dict[str, list[Any]] = {json.dumps(key): [key, value] for key, value in one["$dict"]}
-            for key, value in other["$dict"]:
-                text = json.dumps(key)
-                known = pairs.get(text)
-                merged = value if known is None else _merge(known[1], value, f"{path}/{text}", conflicts)
-                pairs[text] = [key, merged]
-            return {"$dict": list(pairs.values())}
-        if not any(key.startswith("$") for key in (*one, *other)):
+            mine, theirs = ({json.dumps(key): (key, value) for key, value in tree["$dict"]} for tree in (one, other))
+            if set(mine) == set(theirs) or not whole:
+                pairs: dict[str, list[Any]] = {text: [key, value] for text, (key, value) in mine.items()}
+                for text, (key, value) in theirs.items():
+                    if text in mine:
+                        value = _merge(mine[text][1], value, f"{path}/{text}", conflicts, whole=whole)
+                    pairs[text] = [key, value]
+                return {"$dict": list(pairs.values())}
+        elif not any(key.startswith("$") for key in (*one, *other)) and (set(one) == set(other) or not whole):
             added = {key: value for key, value in other.items() if key not in one}
             kept = {
-                key: _merge(value, other[key], f"{path}/{key}", conflicts) if key in other else value
+                key: _merge(value, other[key], f"{path}/{key}", conflicts, whole=whole) if key in other else value
                 for key, value in one.items()
             }
             return {**kept, **added}
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [_merge(a, b, f"{path}/{i}", conflicts) for i, (a, b) in enumerate(zip(one, other, strict=True))]
+        return [
+            _merge(a, b, f"{path}/{i}", conflicts, whole=whole) for i, (a, b) in enumerate(zip(one, other, strict=True))
+        ]
     conflicts.append(path)
     return one

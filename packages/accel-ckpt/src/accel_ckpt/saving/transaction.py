@@ -322,13 +322,13 @@ def _plan(
     """
     what = f"saving {path}"
     structures = peers.run_on_all(what, lambda: draft.structure)
-    merged = merge_structures(structures)
+    merged = merge_structures(structures, terms)
     told = peers.run_on_all(what, lambda: kept_apart(structures, merged, terms, peers.rank))
     if any(told):
         made: list[Draft] = []
         peers.run_on_all(what, lambda: made.append(make(told[peers.rank])))
         draft = made[0]
-        merged = merge_structures(peers.run_on_all(what, lambda: draft.structure))
+        merged = merge_structures(peers.run_on_all(what, lambda: draft.structure), terms)
     differences = merged.differences
     if differences.places and peers.rank == 0:
         _LOG.warning(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, final
 
-from accel_state.errors import ConfigError
+from accel_state.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from accel_ckpt import Best, CheckpointDirectory, PerNode
@@ -66,7 +66,18 @@ class ProjectConfiguration:
             )
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
-        """Sets the project's folder, and the logging folder to it if that is not set."""
+        """Sets the project's folder, and the logging folder to it if that is not set.
+
+        Raises:
+            ConfigError: one of them is neither text nor a path, or holds a NUL character.
+        """
+        from accel_ckpt.io.storage import locate
+
+        for name, place in (("project_dir", project_dir), ("logging_dir", self.logging_dir)):
+            try:
+                _ = place is None or locate(place)
+            except CheckpointError as error:
+                raise ConfigError(f"{name}: {error}") from error
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

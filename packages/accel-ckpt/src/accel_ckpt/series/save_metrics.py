@@ -20,11 +20,15 @@ class SaveMetrics:
     best: Best | None
 
     def check(self) -> None:
-        """Refuses metrics that are not numbers, or that lack the metric by which the best checkpoints are kept.
+        """Refuses metadata without names, and metrics that are not numbers or lack the one that ranks checkpoints.
 
         Raises:
-            ConfigError: names the metric, and the nearest one given.
+            ConfigError: names the argument, or the metric and the nearest one given.
         """
+        if not isinstance(self.metadata, Mapping):
+            raise ConfigError(
+                f"save_state(metadata={self.metadata!r:.100}): expected JSON values by name, like {{'step': 7}}"
+            )
         values = self._values()
         best = self.best
         if best is None or self.metrics is None or best.metric in values:

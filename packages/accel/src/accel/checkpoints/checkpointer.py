@@ -3,20 +3,19 @@
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
+from accel.checkpoints.requests import LoadRequest, SaveRequest
 from accel.checkpoints.restore import Restoration, restore_local
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription
-from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_save_hooks
+from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_load_hooks, run_save_hooks
 from accel.checkpoints.train_state import (
     LoaderState,
     SideState,
@@ -131,24 +130,37 @@ class Checkpointer:
 
         with self._log.checkpointing("saved") as tell:
             self.wait()
-            self._check_place(output_dir)
-            notes = SaveMetrics(metadata or {}, metrics, self._places.best)
+            notes = SaveMetrics({} if metadata is None else metadata, metrics, self._places.best)
             alone = bool(self._missing())
             if alone and not self._strategy.session.is_main_process:
                 location = self._where_others_save(output_dir)
                 tell(location)
                 return location
             with nullcontext() if alone else Recording("save_state"):
+                state: dict[str, Any] = {}
+                about: dict[str, Any] = {}
+
+                def collect() -> SaveRequest:
+                    self._check_place(output_dir)
+                    notes.check()
+                    about.update(self._described(notes))
+                    parts, unstepped = self.train_state(), self._clock.unstepped and bool(self._prepared.optimizers)
+                    state.update(parts.collect())
+                    return SaveRequest(tuple(parts), asynchronous, bool(self._save_hooks), unstepped)
+
+                request, local = self._collect(collect, alone=alone)
+                if self._strategy.session.is_main_process:
+                    self._warn_of_metrics(notes)
                 series, target = self._places.next(output_dir, alone=alone)
-                state, local = self._collect(notes, alone=alone)
                 options: dict[str, Any] = {
                     "local": local,
-                    "metadata": self._described(notes),
+                    "metadata": about,
                     # If two runs save into one project at the same time, one takes the number, the other gets an error.
                     "overwrite": series is None,
                     "terms": self.train_state().terms(
-                        partial(self._run_save_hooks, state) if self._save_hooks else None,
+                        partial(self._run_save_hooks, state) if request.hooked else None,
                         apart=self._prepared.trained_apart,
+                        sharded=self._strategy.backend.capabilities.sharded,
                     ),
                 }
                 if asynchronous and not alone:
@@ -197,14 +209,20 @@ class Checkpointer:
         return missing
 
     def _check_place(self, output_dir: str | os.PathLike[str] | None) -> None:
-        if output_dir is None and not self._project.automatic_checkpoint_naming:
+        from accel_ckpt.io.storage import locate
+
+        if self._project.automatic_checkpoint_naming:
+            return
+        if output_dir is not None:
+            locate(output_dir)
+        else:
             raise ConfigError(
                 "save_state needs a folder: give output_dir, or "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
 
-    def _collect(self, notes: "SaveMetrics", *, alone: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Collects the state common to all ranks, and this rank's own.
+    def _collect(self, collect: Callable[[], SaveRequest], *, alone: bool) -> tuple[SaveRequest, dict[str, Any]]:
+        """Collects the state common to all ranks, by ``collect``, and returns this rank's own.
 
         Collective: every rank of the group must call this. With ``alone``, it is local. A user's object may fail on one
         rank only, which becomes an error on all ranks before the next collective.
@@ -217,25 +235,17 @@ class Checkpointer:
             backend.loss_scale.update(hold=clock.open)
         if not alone:
             backend.states.sync_buffers(models)
-        parts, peers = self.train_state(), RankGroup(None) if alone else RankGroup.of(self._places.ranks())
-        state: dict[str, Any] = {}
-
-        def collect() -> bool:
-            notes.check()
-            state.update(parts.collect())
-            return clock.unstepped and bool(self._prepared.optimizers)
-
-        if any(peers.run_on_all("collecting the state to save", collect)):
+        peers = RankGroup(None) if alone else RankGroup.of(self._places.ranks())
+        request = SaveRequest.agreed(peers.run_on_all("collecting the state to save", collect))
+        if request.unstepped:
             held = open_window.collect(backend, models)
             peers.run_on_all("looking for gradients", lambda: open_window.refuse(held))
-        if self._strategy.session.is_main_process:
-            self._warn_of_metrics(notes)
         local: dict[str, Any] = {RNG: rng.rng_state()}
-        positions = {name: part.private() for name, part in parts.items() if isinstance(part, LoaderState)}
+        positions = {name: part.private() for name, part in self.train_state().items() if isinstance(part, LoaderState)}
         local.update({name: own for name, own in positions.items() if own is not None})
         if clock.open:
             local[open_window.GRADIENTS] = open_window.collect(backend, models)
-        return state, local
+        return request, local
 
     def _warn_of_metrics(self, notes: "SaveMetrics") -> None:
         warning = notes.warning()
@@ -272,8 +282,9 @@ class Checkpointer:
         strategy = self._strategy
         with self._log.checkpointing("loaded") as tell, _outside_inference_mode():
             self.wait()
-            options = self._agreed_options(strict, parts, allow_changed_data)
-            checkpoint, restoration = self._loaded(input_dir, options)
+            request = self._agreed_request(input_dir, strict, parts, allow_changed_data)
+            options = request.options
+            checkpoint, restoration = self._loaded(request)
             models = self._prepared.models
             restore_local(checkpoint, strategy.session, strategy.backend, models, self._clock, options)
             if options.parts is None:
@@ -291,40 +302,46 @@ class Checkpointer:
         series = self._places.series()
         return None if series is not None and series.is_empty() else self.load_state()
 
-    def _agreed_options(
-        self, strict: bool, parts: str | Iterable[str] | None, allow_changed_data: bool | None
-    ) -> LoadOptions:
-        """Verifies that the options are the same on all ranks, because they decide which collectives the ranks call."""
+    def _agreed_request(
+        self,
+        input_dir: str | os.PathLike[str] | None,
+        strict: bool,
+        parts: str | Iterable[str] | None,
+        allow_changed_data: bool | None,
+    ) -> LoadRequest:
+        """Verifies that the arguments are valid, and decide the same collectives, on all ranks."""
+        from accel_ckpt.io.storage import locate
         from accel_ckpt.rank_group import RankGroup
 
-        def options() -> LoadOptions:
-            return LoadOptions.of(strict=strict, parts=parts, allow_changed_data=allow_changed_data)
+        def mine() -> LoadRequest:
+            options = LoadOptions.of(strict=strict, parts=parts, allow_changed_data=allow_changed_data)
+            place = None if input_dir is None else locate(input_dir)
+            if input_dir is not None and os.fspath(input_dir) == LATEST:
+                place = None
+            if place is None and self._places.series() is None:
+                raise ConfigError(
+                    "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
+                )
+            return LoadRequest(options, place, bool(self._load_hooks))
 
-        told = RankGroup.of(self._places.ranks()).run_on_all("load_state", options)
-        if other := [rank for rank, one in enumerate(told) if one != told[0]]:
-            raise CheckpointError(
-                f"load_state was called on rank 0 with {told[0]} and on rank {other[0]} with {told[other[0]]}; give "
-                "the same on all processes"
-            )
-        return told[0]
+        told = RankGroup.of(self._places.ranks()).run_on_all("load_state", mine)
+        return LoadRequest.agreed(told, self._strategy.session.rank)
 
-    def _loaded(
-        self, input_dir: str | os.PathLike[str] | None, options: LoadOptions
-    ) -> "tuple[Checkpoint, Restoration]":
-        """Loads the checkpoint that ``input_dir`` names, or the newest intact one.
+    def _loaded(self, request: LoadRequest) -> "tuple[Checkpoint, Restoration]":
+        """Loads the checkpoint that is asked for, or the newest intact one.
 
         Hooks must not see a damaged checkpoint, so if there are hooks, every byte is verified before they are called.
         """
         from accel_ckpt import open_checkpoint
 
-        verify = bool(self._load_hooks)
+        verify = request.hooked
         damaged: list[str] = []
         restorations: list[Restoration] = []
 
         def load(checkpoint: "Checkpoint") -> "tuple[Checkpoint, Restoration]":
             with ExitStack() as failing, ExitStack() as files:
                 failing.callback(checkpoint.close)
-                restoration = self._read(checkpoint, options, files)
+                restoration = self._read(checkpoint, request, files)
                 try:
                     restoration.apply()
                 except CheckpointCorruptError as error:
@@ -334,15 +351,10 @@ class Checkpointer:
             restorations.append(restoration)
             return checkpoint, restoration
 
-        if input_dir is not None and os.fspath(input_dir) != LATEST:
-            from accel_ckpt.io.storage import locate
-
-            return load(open_checkpoint(locate(input_dir), verify=verify, group=self._places.ranks()))
+        if request.place is not None:
+            return load(open_checkpoint(request.place, verify=verify, group=self._places.ranks()))
         series = self._places.series()
-        if series is None:
-            raise ConfigError(
-                "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
-            )
+        assert series is not None
         try:
             latest = series.latest(None if verify else load)
         except Exception as error:
@@ -356,18 +368,16 @@ class Checkpointer:
             raise CheckpointError("; ".join([text, *damaged[-1:]]))
         return load(latest) if verify else (latest, restorations[-1])
 
-    def _read(self, checkpoint: "Checkpoint", options: LoadOptions, files: ExitStack) -> Restoration:
+    def _read(self, checkpoint: "Checkpoint", request: LoadRequest, files: ExitStack) -> Restoration:
         """Reads the checkpoint's parts after the hooks, and compares them; ``files`` closes the hooks' files."""
-        models = list(self._prepared.models)
-        folder = str(checkpoint.path)
-        if self._load_hooks and not isinstance(checkpoint.path, Path):
-            from accel_ckpt.saving.extra_files import download
+        from accel_ckpt.rank_group import RankGroup
 
-            folder = files.enter_context(TemporaryDirectory(prefix="accel-load-"))
-            download(checkpoint, Path(folder))
-        for hook in list(self._load_hooks.values()):
-            hook(models, folder)
-        dropped = [model for model in self._prepared.models if not any(model is kept for kept in models)]
+        models, options = self._prepared.models, request.options
+        kept = list(models)
+        if request.hooked:
+            peers = RankGroup.of(self._places.ranks())
+            kept = run_load_hooks(list(self._load_hooks.values()), kept, checkpoint, peers, files)
+        dropped = [model for model in models if not any(model is one for one in kept)]
         parts = self.train_state(options)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
         kinds = checkpoint.metadata.get(UNKNOWN_KEY) or ()

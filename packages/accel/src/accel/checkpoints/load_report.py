@@ -42,7 +42,7 @@ class LoadOptions:
         """
         if parts is None:
             return cls(strict, allow_changed_data=allow_changed_data)
-        names = [parts] if isinstance(parts, str) else list(parts)
+        names = [parts] if isinstance(parts, str) or not isinstance(parts, Iterable) else list(parts)
         if not names or not all(isinstance(name, str) for name in names):
             raise ConfigError(
                 f"load_state(parts={parts!r}): expected names of parts, like 'model' or ['model', 'optimizer']; "

@@ -85,7 +85,7 @@ class Restoration:
 
         wanted = {name: part for name, part in parts.items() if name not in ignored and options.wants(name)}
         large = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
-        likes = {name: part.state_dict() for name, part in large.items()}
+        likes: dict[str, Any] = {}
         places: dict[str, Any] = {}
         planned: list[PlannedFetch] = []
         small: dict[str, tuple[Stateful, Any]] = {}
@@ -97,6 +97,7 @@ class Restoration:
             _compare_names(checkpoint, parts, options, ignored)
             _warn_of_own(checkpoint, wanted, session)
             for name, part in large.items():
+                likes[name] = part.state_dict()
                 reports[name] = part.check(name, likes[name], checkpoint.facts(name))
                 if (mine := _own(checkpoint, name, session)) is not None:
                     own[name] = mine

@@ -1,11 +1,18 @@
 """Hooks of ``save_state`` and ``load_state``: functions that add files, and change what is saved or loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_ckpt import Checkpoint
+    from accel_ckpt.rank_group import RankGroup
 
 SaveHook = Callable[[list[nn.Module], list[Any], str], object]
 LoadHook = Callable[[list[nn.Module], str], object]
@@ -45,3 +52,40 @@ def run_save_hooks(
                 f"a save hook replaced the weights of {name} by a {type(left[name]).__name__}; expected a state dict "
                 "(remove the entry to save no weights)"
             )
+
+
+def run_load_hooks(
+    hooks: Sequence[LoadHook],
+    models: Sequence[nn.Module],
+    checkpoint: "Checkpoint",
+    peers: "RankGroup",
+    files: ExitStack,
+) -> list[nn.Module]:
+    """Runs ``hooks`` on the models, and returns those that they leave in their list; ``files`` closes their files.
+
+    Collective: every rank of the group must call this, also without hooks.
+
+    Raises:
+        CheckpointError: a hook failed on a rank, or the hooks of one rank leave other models than those of another.
+    """
+    kept = list(models)
+
+    def run() -> tuple[bool, ...]:
+        folder = str(checkpoint.path)
+        if hooks and not isinstance(checkpoint.path, Path):
+            from accel_ckpt.saving.extra_files import download
+
+            folder = files.enter_context(TemporaryDirectory(prefix="accel-load-"))
+            download(checkpoint, Path(folder))
+        for hook in hooks:
+            hook(kept, folder)
+        return tuple(any(model is one for one in kept) for model in models)
+
+    told = peers.run_on_all("hooks before loading", run)
+    if other := [rank for rank, one in enumerate(told) if one != told[0]]:
+        left = [str([number for number, stays in enumerate(told[rank]) if stays]) for rank in (0, other[0])]
+        raise CheckpointError(
+            f"the load hooks leave models {left[0]} to load on rank 0 and {left[1]} on rank {other[0]}; take the same "
+            "from the list on all processes"
+        )
+    return kept

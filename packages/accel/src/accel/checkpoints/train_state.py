@@ -95,13 +95,18 @@ class TrainState(Mapping[str, Stateful]):
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def terms(
-        self, fill: "Callable[[Location], object] | None" = None, *, apart: "Collection[nn.Module]" = ()
+        self,
+        fill: "Callable[[Location], object] | None" = None,
+        *,
+        apart: "Collection[nn.Module]" = (),
+        sharded: bool = False,
     ) -> "Terms":
         """What a save does where ranks have different values of a part.
 
         Each keeps its own optimizer, schedule and registered objects. Copies of a model that are not trained ``apart``
         should be equal: they may have drifted on unlike devices, so the first rank's are saved, with a warning. Those
-        that are trained apart are no state to go on from. ``fill`` adds files.
+        that are trained apart are no state to go on from. ``fill`` adds files. ``sharded``: a rank may hold the state
+        of some of an optimizer's parameters only.
         """
         from accel_ckpt import Terms
         from accel_ckpt.format.tree import tensor_name
@@ -116,7 +121,8 @@ class TrainState(Mapping[str, Stateful]):
             return _APART if place in parameters() else None
 
         own = [name for name in self._parts if name.startswith(_OWN)]
-        return Terms(own=own, refused=refused, fill=fill)
+        in_parts = [name for name in own if sharded and name.startswith(_OWN[0])]
+        return Terms(own=own, in_parts=in_parts, refused=refused, fill=fill)
 
     def check_names(self, saved: Sequence[str], *, ignored: Collection[str] = ()) -> None:
         """Raises unless the checkpoint holds exactly the parts that are here, ``ignored`` ones left out.

@@ -1,0 +1,86 @@
+"""Requests of ``save_state`` and ``load_state``: what ranks have to agree on, because it decides their collectives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, final
+
+from accel.checkpoints.load_report import LoadOptions
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_ckpt.io.storage import Location
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """One call of ``save_state``.
+
+    Attributes:
+        parts: names of the parts of the run.
+        asynchronous: whether the values are written in the background.
+        hooked: whether there are save hooks; once agreed, on any rank.
+        unstepped: whether gradients of a full window may wait for their step; once agreed, on any rank.
+    """
+
+    parts: tuple[str, ...]
+    asynchronous: bool
+    hooked: bool
+    unstepped: bool
+
+    @classmethod
+    def agreed(cls, requests: Sequence[Self]) -> Self:
+        """The request of all ranks.
+
+        Raises:
+            CheckpointError: names the first rank that differs, and in what.
+        """
+        first = requests[0]
+        for rank, one in enumerate(requests):
+            if differing := sorted(set(one.parts) ^ set(first.parts)):
+                raise CheckpointError(
+                    f"ranks save different parts: only one of rank 0 and rank {rank} has {', '.join(differing)}; "
+                    "prepare and register the same objects, in the same order, on all processes"
+                )
+            if one.asynchronous != first.asynchronous:
+                raise CheckpointError(
+                    f"save_state was called on rank 0 with asynchronous={first.asynchronous} and on rank {rank} with "
+                    f"asynchronous={one.asynchronous}; give the same on all processes"
+                )
+        hooked, unstepped = any(one.hooked for one in requests), any(one.unstepped for one in requests)
+        return cls(first.parts, first.asynchronous, hooked, unstepped)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One call of ``load_state``.
+
+    Attributes:
+        options: what to load.
+        place: the checkpoint; None: the newest intact one of the series.
+        hooked: whether there are load hooks; once agreed, on any rank.
+    """
+
+    options: LoadOptions
+    place: "Location | None"
+    hooked: bool
+
+    @classmethod
+    def agreed(cls, requests: Sequence[Self], rank: int) -> Self:
+        """The request of all ranks, with the place of ``rank``.
+
+        Raises:
+            CheckpointError: names the first rank with other options, or without a place where others have one.
+        """
+        first = requests[0]
+        for other, one in enumerate(requests):
+            if one.options != first.options or (one.place is None) != (first.place is None):
+                raise CheckpointError(
+                    f"load_state was called on rank 0 with {first} and on rank {other} with {one}; give the same on "
+                    "all processes"
+                )
+        return cls(first.options, requests[rank].place, any(one.hooked for one in requests))
+
+    def __str__(self) -> str:
+        return f"{'the newest checkpoint' if self.place is None else self.place}, {self.options}"
