@@ -125,6 +125,21 @@ def test_a_gpu_is_asked_for_where_there_is_none(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_pages_are_tested_on_a_gpu_after_everything_else(tmp_path, monkeypatch):
+    from benchmarks.gpu.bench import Bench
+    from benchmarks.gpu.sections import tests
+
+    asked = {}
+    monkeypatch.setattr(Bench, "on_cuda", True)
+    monkeypatch.setattr(Bench, "clear", lambda self: None)
+    monkeypatch.setattr(tests, "tested", lambda bench, label, chosen: asked.update({label: chosen}))
+    tests.run(Bench("tests", tmp_path / "rows", None, False, time.monotonic() + 60, tmp_path))
+    assert list(asked) == ["pytest", "pages"]
+    assert asked["pages"] == ["-m", "gpu", "--require=gpu", "docs/tests/test_pages.py"]
+    assert "packages/accel/tests/test_one_gpu.py" in asked["pytest"]
+    assert sorted(asked["pytest"][3:] + asked["pages"][3:]) == sorted(files("gpu"))
+
+
 def test_files_with_a_marker_are_found():
     assert "packages/accel/tests/test_one_gpu.py" in files("gpu")
     assert files("gpu_ranks") == ["packages/accel/tests/test_two_ranks_on_one_gpu.py"]

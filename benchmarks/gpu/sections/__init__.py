@@ -27,7 +27,7 @@ SECTIONS = (
     Section("planner", 50, "predicted and measured peak of memory"),
     Section("ranks", 75, "two ranks on one GPU: tests with the marker gpu_ranks"),
     Section("compilation", 60, "torch.compile by mode, with accumulation"),
-    Section("fp8", 40, "fp8 against torchao by hand", tiny_seconds=150),
+    Section("fp8", 40, "fp8 against torchao by hand", tiny_seconds=180),
     Section("offload", 30, "offload to the host, and the search for a micro-batch"),
     Section("sync_save", 20, "save and load against torch.save and the links"),
     Section("scaling", 10, "the loss scale against torch.amp.GradScaler"),

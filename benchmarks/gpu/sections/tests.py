@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.bench import Bench
@@ -24,8 +25,12 @@ def files(marker: str) -> list[str]:
 
 
 def run(bench: Bench) -> None:
-    chosen = ["-m", "gpu", "--require=gpu", *files("gpu")] if bench.on_cuda else ["-k", "cpu", SHARED]
-    bench.attempt("pytest", lambda: tested(bench, "pytest", chosen))
+    if not bench.on_cuda:
+        bench.attempt("pytest", lambda: tested(bench, "pytest", ["-k", "cpu", SHARED]))
+        return
+    pages = [file for file in files("gpu") if file.startswith("docs/")]  # many and slow: last, with what time is left
+    for label, chosen in (("pytest", sorted({*files("gpu")} - {*pages})), ("pages", pages)):
+        bench.attempt(label, partial(tested, bench, label, ["-m", "gpu", "--require=gpu", *chosen]))
 
 
 def tested(bench: Bench, label: str, chosen: Sequence[str]) -> None:
