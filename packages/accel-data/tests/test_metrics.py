@@ -36,3 +36,26 @@ def test_ranks_that_split_the_model_give_their_samples_once(
     data = {"tensors": rows, "lists": rows.tolist(), "arrays": rows.numpy()}[kind]
     gathered = gather_for_metrics(session, data, counts, shard_of=shard_of)
     assert (gathered.tolist() if kind == "tensors" else gathered) == kept
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("counts", "kept"), [(None, [0.0, 1.0]), ((3, 3), [0.0, 1.0]), ((3, 1), [0.0, 1.0]), ((3, 0), [0.0])]
+)
+@pytest.mark.parametrize("shape", [(1,), ()], ids=["one row", "scalar"])
+def test_means_of_a_batch_are_gathered_as_they_are(
+    rank: int, counts: tuple[int, ...] | None, kept: list[float], shape: tuple[int, ...]
+) -> None:
+    session, shard_of = Session.open(cpu=True), [0, 0, 1, 1]
+    mean = torch.tensor(float(shard_of[rank])).reshape(shape)
+    rows = torch.arange(3) + 3 * shard_of[rank]
+    both = gather_for_metrics(session, {"mean": mean, "rows": rows}, counts, shard_of=shard_of)
+    assert both["mean"].tolist() == kept
+    of_samples = [3 * shard + place for shard, count in enumerate(counts or (3, 3)) for place in range(count)]
+    assert both["rows"].tolist() == of_samples
+
+
+@pytest.mark.ranks(2)
+def test_a_mean_beside_a_shorter_last_batch_is_not_filled_with_zeros(rank: int) -> None:
+    session = Session.open(cpu=True)
+    assert gather_for_metrics(session, torch.tensor([rank + 1.0]), (4, 2)).tolist() == [1.0, 2.0]

@@ -1,6 +1,7 @@
 """Results of all ranks for metrics, without the samples that were repeated to fill the last batches."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,22 +50,20 @@ def gather_for_metrics(
             return leaf if real_counts is None or leaf.ndim == 0 else _keep_rows(leaf, real_counts)
 
         return nested.map_leaves(kept, data)
+    speaks = [True] * session.world_size
     if shard_of is not None and len(set(shard_of)) < session.world_size:
         speaks = [shard not in shard_of[:rank] for rank, shard in enumerate(shard_of)]
-        if real_counts is None:
-            return _gather_speakers(session, data, speaks, as_objects)
-        real_counts = [
-            real_counts[shard] if speaks[rank] else min(real_counts[shard], 0) for rank, shard in enumerate(shard_of)
-        ]
+        real_counts = None if real_counts is None else [real_counts[shard] for shard in shard_of]
     if real_counts is None or all(count == real_counts[0] for count in real_counts):
-        return _gather_equal(session, data, None if real_counts is None else real_counts[0], as_objects)
+        count = None if real_counts is None else real_counts[0]
+        gather = _gather_equal if all(speaks) else partial(_gather_speakers, speaks=speaks)
+        return gather(session, data if count is None else _truncated(data, count, as_objects), as_objects=as_objects)
+    real_counts = [count if one else min(count, 0) for one, count in zip(speaks, real_counts, strict=True)]
     if min(real_counts) < 0:
         return _gather_present(session, data, real_counts, as_objects)
     if as_objects:
         return session.gather_object(_first(data, real_counts[session.rank]))
-    most = max(real_counts)
-    gathered = session.gather(nested.map_leaves(lambda leaf: _pad_rows(leaf, most), data))
-    return nested.map_leaves(lambda rows: _keep_rows(rows, real_counts), gathered)
+    return _gather_uneven(session, leaves, structure, real_counts)
 
 
 def join_parts(data: Any, count: int, group: Any) -> Any:
@@ -103,8 +102,20 @@ def _check_others(data: Any) -> None:
             )
 
 
-def _gather_speakers(session: Session, data: Any, speaks: Sequence[bool], as_objects: bool) -> Any:
-    """Gathers all rows of the ranks for which ``speaks`` is true, in rank order."""
+def _truncated(data: Any, count: int, as_objects: bool) -> Any:
+    """Returns the first ``count`` rows of this rank."""
+    return (
+        _first(data, count) if as_objects else nested.map_leaves(lambda leaf: leaf[:count] if leaf.ndim else leaf, data)
+    )
+
+
+def _gather_equal(session: Session, data: Any, *, as_objects: bool) -> Any:
+    """Gathers all rows, of which every rank has equally many."""
+    return session.gather_object(data) if as_objects else session.gather(data)
+
+
+def _gather_speakers(session: Session, data: Any, *, speaks: Sequence[bool], as_objects: bool) -> Any:
+    """Gathers all rows of the ranks for which ``speaks`` is true, in rank order; every rank has equally many."""
     if as_objects:
         return session.gather_object(data if speaks[session.rank] else [])
     chosen = [rank for rank, one in enumerate(speaks) if one]
@@ -116,13 +127,22 @@ def _gather_speakers(session: Session, data: Any, speaks: Sequence[bool], as_obj
     return nested.map_leaves(keep, session.gather(data))
 
 
-def _gather_equal(session: Session, data: Any, count: int | None, as_objects: bool) -> Any:
-    """Gathers equally many rows of every rank (None: all rows); truncates them before the all-gather."""
-    if as_objects:
-        return session.gather_object(data if count is None else _first(data, count))
-    if count is not None:
-        data = nested.map_leaves(lambda leaf: leaf if leaf.ndim == 0 else leaf[:count], data)
-    return session.gather(data)
+def _gather_uneven(session: Session, leaves: Sequence[torch.Tensor], structure: Any, counts: Sequence[int]) -> Any:
+    """Gathers as many rows of each rank as ``counts`` says.
+
+    A leaf of which a rank has fewer rows than samples has no row for each sample, like a mean over the batch: all rows
+    of ranks with samples are kept.
+    """
+    sizes = session.gather_object([[_rows(leaf).shape[0] for leaf in leaves]])
+    kept, padded = [], []
+    for leaf, *of_ranks in zip(leaves, *sizes, strict=True):
+        by_sample = all(size >= count for size, count in zip(of_ranks, counts, strict=True))
+        kept.append(
+            counts if by_sample else [size if count else 0 for size, count in zip(of_ranks, counts, strict=True)]
+        )
+        padded.append(_pad_rows(_rows(leaf)[: max(kept[-1])], max(kept[-1])))
+    gathered = session.gather(padded)
+    return nested.unflatten([_keep_rows(rows, some) for rows, some in zip(gathered, kept, strict=True)], structure)
 
 
 def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_objects: bool) -> Any:
@@ -158,7 +178,7 @@ def _first(data: Any, count: int) -> Any:
 
 
 def _pad_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
-    if rows.ndim == 0 or rows.shape[0] >= size:
+    if rows.shape[0] >= size:
         return rows
     return torch.cat([rows, rows.new_zeros((size - rows.shape[0], *rows.shape[1:]))])
 
