@@ -107,3 +107,15 @@ def test_a_folder_whose_name_resembles_that_of_shards_keeps_two_models_apart(ran
         load_fsdp_model(plugin, accelerator, models[index], folder, index)
         assert torch.equal(models[index].weight, saved[index])
     SharedAcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_files_of_single_ranks_are_refused(tmp_path):
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin, load_fsdp_model, save_fsdp_model
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    for function in (save_fsdp_model, load_fsdp_model):
+        with pytest.raises(ValueError, match=r"use_dcp=False with shards.*nearest: use_dcp=True"):
+            function(plugin, accelerator, model, tmp_path, use_dcp=False)
+    assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,7 @@
 """Files of FSDP models and optimizers in Accelerate's layout: one file of full tensors, or a folder of shards.
 
-``adapter_only`` and ``use_dcp`` are accepted and have no effect: models are stored with all their weights, and shards by
-torch's distributed checkpoints.
+With ``adapter_only`` a model of peft is stored without its frozen weights. Shards are torch's distributed checkpoints;
+``use_dcp=False``, files of single ranks, is refused.
 """
 
 import shutil
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from accel_compat.checkpoints.closed_shards import failures_as_errors
 from accel_compat.checkpoints.files import numbered
 from accel_compat.checkpoints.pickles import load
+from accel_compat.helpers.system import is_peft_model
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 METADATA = ".metadata"
@@ -41,11 +42,23 @@ def _saved_folder(folder: Any, stem: str, index: int) -> Path:
     return given if not shards.is_dir() and (given / METADATA).is_file() else shards
 
 
-def _options(plugin: Any, *, loading: bool = False) -> states.StateDictOptions:
+def _options(plugin: Any, *, loading: bool = False, adapter: bool = False) -> states.StateDictOptions:
     full = _is_full(plugin)
     return states.StateDictOptions(
-        full_state_dict=full, cpu_offload=full and not loading, broadcast_from_rank0=full and loading
+        full_state_dict=full,
+        cpu_offload=full and not loading,
+        broadcast_from_rank0=full and loading and torch.distributed.is_initialized(),
+        ignore_frozen_params=adapter and not loading,
+        strict=not adapter,
     )
+
+
+def _check_dcp(plugin: Any, use_dcp: bool) -> None:
+    if not use_dcp and not _is_full(plugin):
+        raise ValueError(
+            "use_dcp=False with shards, which are written and read as torch's distributed checkpoints here; nearest: "
+            "use_dcp=True, or the state dict type FULL_STATE_DICT"
+        )
 
 
 def save_fsdp_model(
@@ -57,8 +70,17 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Writes the weights of a model: full ones on rank 0, or the shards of all ranks."""
-    state = states.get_model_state_dict(model, options=_options(fsdp_plugin))
+    """Writes the weights of a model: full ones on rank 0, or the shards of all ranks.
+
+    Args:
+        adapter_only: whether a model of peft is written without its frozen weights.
+
+    Raises:
+        ValueError: ``use_dcp=False`` with shards.
+    """
+    _check_dcp(fsdp_plugin, use_dcp)
+    options = _options(fsdp_plugin, adapter=adapter_only and is_peft_model(model))
+    state = states.get_model_state_dict(model, options=options)
     _write(fsdp_plugin, accelerator, state, output_dir, MODEL, "model", model_index)
 
 
@@ -71,7 +93,12 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Writes the state of an optimizer: full tensors on rank 0, or the shards of all ranks."""
+    """Writes the state of an optimizer: full tensors on rank 0, or the shards of all ranks.
+
+    Raises:
+        ValueError: ``use_dcp=False`` with shards.
+    """
+    _check_dcp(fsdp_plugin, use_dcp)
     inner = getattr(optimizer, "optimizer", optimizer)
     state = states.get_optimizer_state_dict(model, inner, options=_options(fsdp_plugin))
     _write(fsdp_plugin, accelerator, state, output_dir, OPTIMIZER, "optimizer", optimizer_index)
@@ -101,9 +128,12 @@ def load_fsdp_model(
 
     Raises:
         CheckpointError: a shard is missing or damaged, on any rank; or the file of full weights is.
+        ValueError: ``use_dcp=False`` with shards.
     """
-    options = _options(fsdp_plugin, loading=True)
-    state = states.get_model_state_dict(model, options=states.StateDictOptions())
+    _check_dcp(fsdp_plugin, use_dcp)
+    adapter = adapter_only and is_peft_model(model)
+    options = _options(fsdp_plugin, loading=True, adapter=adapter)
+    state = states.get_model_state_dict(model, options=states.StateDictOptions(ignore_frozen_params=adapter))
     state = _read(fsdp_plugin, accelerator, state, input_dir, MODEL, "model", model_index)
     return states.set_model_state_dict(model, state, options=options)
 
@@ -124,7 +154,9 @@ def load_fsdp_optimizer(
 
     Raises:
         CheckpointError: a shard is missing or damaged, on any rank; or the file of the full state is.
+        ValueError: ``use_dcp=False`` with shards.
     """
+    _check_dcp(fsdp_plugin, use_dcp)
     inner = getattr(optimizer, "optimizer", optimizer)
     state = states.get_optimizer_state_dict(model, inner, options=states.StateDictOptions())
     state = _read(fsdp_plugin, accelerator, state, input_dir, OPTIMIZER, "optimizer", optimizer_index)
