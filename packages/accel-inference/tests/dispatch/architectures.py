@@ -1,7 +1,9 @@
-"""Tiny transformers models with random weights, and inputs for them."""
+"""Tiny models with random weights, all but the UNet of transformers, and inputs for them."""
 
 import torch
 import transformers as t
+
+from . import unet
 
 VOCABULARY = 64
 SIZE = {"vocab_size": VOCABULARY}
@@ -54,6 +56,7 @@ ARCHITECTURES = {
                     patch_size=4),
         _pixels,
     ),
+    "unet": (unet.UNet, unet.UNetConfig(), unet.inputs),
 }  # fmt: skip
 GENERATING = ("llama", "llama-tied", "gpt2", "mixtral", "t5", "bart")
 

@@ -1,4 +1,4 @@
-"""Models of transformers give the same bits however their weights are offloaded."""
+"""Models of transformers, and a UNet, give the same bits however their weights are offloaded."""
 
 import copy
 
@@ -15,6 +15,7 @@ from accel_inference.placement.sizes import direct_parts
 
 pytest.importorskip("transformers")
 from .architectures import ARCHITECTURES, GENERATING, inputs_of, make
+from .unet import denoised
 
 
 def outputs(result):
@@ -98,3 +99,11 @@ def test_generated_tokens_are_the_same(name, kind, tmp_path):
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(**ids, **options)
     assert torch.equal(kind(model, tmp_path).generate(**ids, **options), expected)
+
+
+@pytest.mark.parametrize("kind", [little_memory, pytest.param(half_on_disk, marks=pytest.mark.slow), from_checkpoint])
+@torch.no_grad()
+def test_an_image_is_denoised_to_the_same_bits(kind, tmp_path):
+    model = make("unet")
+    expected = denoised(model)
+    assert torch.equal(denoised(kind(model, tmp_path)), expected)
