@@ -11,7 +11,7 @@ from torch import nn
 from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.dispatch.load import load_checkpoint_and_dispatch
 from accel_inference.dispatch.offload import cpu_offload, cpu_offload_with_hook, disk_offload
-from accel_inference.hooks.hook import remove_hook_from_submodules
+from accel_inference.hooks.hook import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel_inference.hooks.offloaded_state import get_state_dict_offloaded_model
 from accel_inference.module_tensors.meta_init import init_empty_weights
 from accel_state.errors import CheckpointMismatchError
@@ -42,6 +42,73 @@ def test_a_model_is_complete_again_without_its_hooks(model, tmp_path):
     remove_hook_from_submodules(model)
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(model.to("cpu")(X), expected)
+
+
+class Tied(nn.Module):
+    """Embeddings that are the head's weights, and a buffer that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.arange(4.0), persistent=False)
+
+    def forward(self, ids):
+        return self.head(self.middle(self.embed(ids) + self.shift))
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk", "map"])
+def test_tied_weights_are_one_parameter_again_without_hooks(way, tmp_path):
+    model, ids = Tied(), torch.arange(5)[None]
+    expected, names = model(ids), list(model.__dict__)
+    if way == "map":
+        places = {"embed": "disk", "middle": "cpu", "head": "disk", "shift": "cpu"}
+        del dispatch_model(model, places, offload_dir=tmp_path).hf_device_map
+    else:
+        cpu_offload(model) if way == "cpu" else disk_offload(model, tmp_path)
+    assert torch.equal(model(ids), expected)
+    remove_hook_from_submodules(model)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model(ids), expected)
+    assert list(model.__dict__) == names
+    assert model.embed.weight.requires_grad
+
+
+def test_hooks_of_the_user_stay_around_a_dispatch(model, tmp_path):
+    expected, seen = model(X), []
+
+    class Seeing(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(module)
+            return args, kwargs
+
+    for part in (model, model.batchnorm, model.linear1):
+        add_hook_to_module(part, Seeing())
+    dispatch_model(model, HALF, offload_dir=tmp_path)
+    add_hook_to_module(model.linear2, Seeing(), append=True)
+    assert torch.equal(model(X), expected)
+    assert seen == [model, model.linear1, model.batchnorm, model.linear2]
+
+
+def test_a_compiled_model_computes_with_offloaded_weights(model, tmp_path):
+    expected = model(X)
+    disk_offload(model, tmp_path, resident_bytes=1)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(X), expected)
+    assert model.linear1.weight.is_meta
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float64])
+def test_weights_on_disk_say_the_dtype_in_which_they_compute(model, three_layers, dtype, tmp_path):
+    save_file({name: tensor.half() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        empty = three_layers().eval()
+    places = {"linear1": "disk", "batchnorm": "cpu", "linear2": "disk"}
+    loaded = load_checkpoint_and_dispatch(empty, tmp_path, places, offload_folder=tmp_path / "offload", dtype=dtype)
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float16
+    assert {one.dtype for one in loaded.parameters()} == {wanted}
+    assert loaded(X.to(wanted)).dtype is wanted
 
 
 def test_moving_a_dispatched_model_warns_and_is_refused(model, tmp_path, caplog):
@@ -127,12 +194,14 @@ def test_a_checkpoint_is_loaded_and_dispatched(model, three_layers, device_map, 
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_loading_without_a_map_ends_an_earlier_dispatch(model, three_layers, tmp_path):
+def test_loading_ends_an_earlier_dispatch(model, three_layers, tmp_path):
     expected = model(X)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     loaded = load_checkpoint_and_dispatch(three_layers(), tmp_path, HALF, offload_folder=tmp_path).eval()
     (tmp_path / "other.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
     (tmp_path / "other.safetensors").replace(tmp_path / "model.safetensors")
+    load_checkpoint_and_dispatch(loaded, tmp_path, HALF, offload_folder=tmp_path)
+    assert torch.equal(loaded(X), expected)
     load_checkpoint_and_dispatch(loaded, tmp_path)
     assert torch.equal(loaded(X), expected)
     assert not hasattr(loaded, "hf_device_map")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accel_inference.dispatch.offload import cpu_offload, disk_offload
 from accel_inference.dispatch.quantized import load_and_quantize_model
 from accel_inference.module_tensors.meta_init import init_empty_weights
 from accel_inference.quantization.config import BnbQuantizationConfig, TorchAOQuantizationConfig
@@ -250,3 +251,40 @@ def test_a_map_may_keep_modules_on_disk_in_their_precision(saved, tmp_path):
         assert relative_error(model(x), plain(x)) < TOLERANCE["int8"]
     assert model[1].up.weight.is_meta
     assert model.hf_device_map == places
+
+
+@pytest.mark.parametrize("options", AO, ids=str)
+def test_a_quantized_model_of_torchao_is_offloaded_to_host_memory_only(saved, options, tmp_path):
+    _, file = saved
+    model, x = loaded(file, config_of(options)).eval(), torch.randn(4, 64)
+    with torch.no_grad():
+        expected = model(x)
+        with pytest.raises(
+            ValueError, match=r"0\.up\.weight is a .*Tensor, which consists of several tensors.*cpu_offload"
+        ):
+            disk_offload(model, tmp_path / "disk")
+        cpu_offload(model)
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        assert model[0].up.weight.is_meta
+
+
+@pytest.mark.parametrize("options", [BNB[0], BNB[1], AO[0]], ids=str)
+@pytest.mark.parametrize("fault", ["missing", "shape"])
+def test_a_checkpoint_that_is_refused_leaves_the_model_as_it_was(saved, options, fault, tmp_path):
+    plain, _ = saved
+    state = plain.state_dict()
+    if fault == "missing":
+        del state["1.down.weight"]
+    else:
+        state["1.down.weight"] = torch.ones(7, 64)
+    save_file(state, tmp_path / "other.safetensors")
+    config = config_of(options)
+    with init_empty_weights():
+        model = build()
+    before = dict(model.named_parameters())
+    kinds = [type(part) for part in model.modules()]
+    with pytest.raises(CheckpointMismatchError, match=r"1\.down\.weight"):
+        load_and_quantize_model(model, config, weights_location=tmp_path / "other.safetensors")
+    assert [type(part) for part in model.modules()] == kinds
+    assert all(model.get_parameter(name) is one for name, one in before.items())

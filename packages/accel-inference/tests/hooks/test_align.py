@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from accel_inference.dispatch.offload import cpu_offload, disk_offload
 from accel_inference.hooks.align import AlignDevicesHook
 from accel_inference.hooks.attach import attach_align_device_hook
-from accel_inference.hooks.hook import add_hook_to_module, remove_hook_from_submodules
+from accel_inference.hooks.hook import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel_inference.hooks.layerwise_casting import attach_layerwise_casting_hooks
 from accel_inference.hooks.offloaded_state import (
     align_module_device,
@@ -200,3 +201,31 @@ def test_layers_are_stored_in_a_small_dtype_and_compute_in_another(model, storag
         "batchnorm.weight": torch.float32,
         "linear2.weight": torch.float32,
     }
+
+
+def test_a_hook_in_the_place_of_one_that_offloads_leaves_the_weights(model):
+    expected, requires = model(X), model.linear1.weight.requires_grad
+    attach_align_device_hook(model, "cpu", True)
+    add_hook_to_module(model.linear1, ModelHook())
+    assert not model.linear1.weight.is_meta
+    assert model.linear1.weight.requires_grad == requires
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.float8_e4m3fn])
+def test_layers_that_are_cast_are_offloaded_as_they_are_stored(model, storage, tmp_path):
+    attach_layerwise_casting_hooks(model, storage, torch.float32)
+    expected = model(X)
+    disk_offload(model, tmp_path)
+    assert (tmp_path / "linear1.weight.dat").stat().st_size == model.linear1.weight.numel() * storage.itemsize
+    for _ in range(2):
+        assert torch.equal(model(X), expected)
+    remove_hook_from_submodules(model)
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert torch.equal(model(X), expected)
+
+
+def test_layers_that_are_offloaded_are_not_cast_afterwards(model):
+    cpu_offload(model)
+    with pytest.raises(ValueError, match=r"2 of 2 layers are offloaded already.*attach layerwise casting first"):
+        attach_layerwise_casting_hooks(model, torch.float16, torch.float32)

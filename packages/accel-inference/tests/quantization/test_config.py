@@ -39,6 +39,11 @@ def test_the_dtype_of_other_weights_has_a_default(options, dtype, target):
     assert config.target_dtype == target
 
 
+def test_bits_of_torchao_are_kept_in_bytes():
+    """Its packed layouts of 4 bits are for one kind of device each; the layout for all has a byte for each number."""
+    assert {TorchAOQuantizationConfig(weights=one).target_dtype for one in ("int8", "int4", "fp8")} == {torch.int8}
+
+
 def test_a_threshold_without_8_bits_is_warned_of():
     with pytest.warns(UserWarning, match="can only be used for model loaded in 8bit"):
         BnbQuantizationConfig(load_in_4bit=True, llm_int8_threshold=3.0)

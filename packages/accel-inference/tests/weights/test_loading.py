@@ -219,3 +219,23 @@ def test_every_dtype_is_read_as_written(dtype, tmp_path):
     for name, tensor in tensors.items():
         assert found[name].dtype == dtype
         assert torch.equal(found[name].to(torch.float32), tensor.to(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [([-4], -16), ([-2, -2], 16), ([2**62, 4], 0), ([2], 4)],
+    ids=["below", "twice", "huge", "other"],
+)
+def test_a_header_with_an_impossible_shape_is_refused(shape, length, tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, length]}}).encode()
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(CheckpointCorruptError, match=r"a\.safetensors: a has .* bytes, and .* by its shape"):
+        load_state_dict(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"root:x:0:0\n", b"PK\x03\x04", b"\x80\x02."])
+def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path):
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a\.bin"):
+        load_state_dict(tmp_path / "a.bin")

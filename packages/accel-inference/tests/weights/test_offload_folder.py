@@ -140,3 +140,20 @@ def test_names_that_share_a_tensor_now_do_not_replace_another_file(tmp_path):
     with pytest.raises(CheckpointMismatchError, match=r"b\.dat has other bytes"):
         offload_state_dict(tmp_path, {"a": shared, "b": shared})
     assert load_offloaded_weight(tmp_path / "b.dat", {"dtype": "float32", "shape": [4]}).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[]", "no object of objects"),
+        ('{"weight": 3}', "no object of objects"),
+        ('{"weight": {"shape": [4]}}', "entry of weight that cannot be read"),
+        ('{"weight": {"dtype": "float33", "shape": [4]}}', "entry of weight that cannot be read"),
+        ('{"weight": {"dtype": "float32", "shape": "four"}}', "entry of weight that cannot be read"),
+    ],
+)
+def test_an_index_that_cannot_be_read_is_named(content, said, tmp_path):
+    offload_state_dict(tmp_path, {"weight": torch.ones(4)})
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(CheckpointCorruptError, match=said):
+        OffloadedWeightsLoader(save_folder=tmp_path)["weight"]

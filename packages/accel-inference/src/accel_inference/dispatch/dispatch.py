@@ -10,6 +10,7 @@ from accel_inference.dispatch.moves import guard_moves
 from accel_inference.hooks.align import DeviceLike
 from accel_inference.hooks.attach import attach_align_device_hook_on_blocks
 from accel_inference.module_tensors.access import TiedParams
+from accel_inference.module_tensors.devices import check_devices
 from accel_inference.module_tensors.ties import (
     check_tied_parameters_on_same_device,
     device_of,
@@ -53,11 +54,12 @@ def dispatch_model(  # noqa: PLR0913  (the signature that users know)
     ``model.hf_device_map``.
 
     Raises:
-        ValueError: the map lacks a module, or has "disk" without a place for weights.
+        ValueError: the map lacks a module, has "disk" without a place for weights, or a device that this machine lacks.
         CheckpointMismatchError: a tensor without memory has no offloaded weight, or one of another shape; or
             ``offload_dir`` has weights of another model.
     """
     check_device_map(model, device_map)
+    check_devices(device_map if main_device is None else {**device_map, "main_device": main_device})
     places = {str(device) for device in device_map.values()}
     if len(places) <= 1 and "disk" not in places and not force_hooks:
         model.to(next(iter(device_map.values())))
@@ -104,8 +106,6 @@ def _attach(
         for name in group
         if not model.get_parameter(name).is_meta
     }
-    if weights is not None:
-        weights.tie(ties)
     is_offloaded = {name: str(device) in offloaded for name, device in device_map.items()}
     attach_align_device_hook_on_blocks(
         model,
@@ -164,6 +164,10 @@ def _offloaded_weights(
     host |= {name: tensor.detach().cpu() for name, tensor in held.items() if name not in on_disk}
     if missing := [name for name in missing_weights(model, {**host, **index}) if name in wanted]:
         raise CheckpointMismatchError(
-            f"{', '.join(missing[:8])} have no memory and no offloaded weight; load the checkpoint into the model first"
+            f"{', '.join(missing[:8])} have no memory and no offloaded weight; load the checkpoint into the model "
+            "first, or, if it is offloaded already, call remove_hook_from_submodules, which brings its weights back"
         )
-    return OffloadedWeightsLoader(host, offload_dir, index, resident_bytes=resident_bytes)
+    weights = OffloadedWeightsLoader(host, offload_dir, index, resident_bytes=resident_bytes)
+    weights.tie(find_tied_parameters(model))
+    weights.check({name: tensor for name, (tensor, _) in wanted.items()})
+    return weights

@@ -42,8 +42,8 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
 
     ``device_map`` is a map or the way to infer one: "auto" and "balanced" use all accelerators evenly,
     "balanced_low_0" leaves device 0 as empty as it can, "sequential" fills them in turn. Without a map the model is
-    loaded and returned without hooks. For the other arguments see ``load_checkpoint_in_model``,
-    ``infer_auto_device_map`` and ``dispatch_model``.
+    loaded and returned without hooks. The hooks of an earlier dispatch end. For the other arguments see
+    ``load_checkpoint_in_model``, ``infer_auto_device_map`` and ``dispatch_model``.
 
     ``activations`` is for an inferred map only.
 
@@ -79,8 +79,8 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
     )
     if missing := missing_weights(model, offloaded):
         raise CheckpointMismatchError(f"{checkpoint} lacks weights of the model: {', '.join(missing[:8])}")
+    _discard_dispatch(model)
     if device_map is None:
-        _discard_dispatch(model)
         return model
     return dispatch_model(
         model,

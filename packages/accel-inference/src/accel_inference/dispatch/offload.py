@@ -9,6 +9,8 @@ from accel_inference.hooks.align import AlignDevicesHook, DeviceLike
 from accel_inference.hooks.attach import attach_align_device_hook
 from accel_inference.hooks.hook import add_hook_to_module
 from accel_inference.hooks.turns import CpuOffload, UserCpuOffloadHook
+from accel_inference.module_tensors.access import persistent_buffers
+from accel_inference.module_tensors.devices import check_devices
 from accel_inference.module_tensors.ties import find_tied_parameters, retie_parameters
 from accel_inference.prefetch.weights_map import OffloadedWeightsLoader
 from accel_inference.weights.checkpoint_files import PathLike
@@ -28,9 +30,13 @@ def cpu_offload(
 
     ``execution_device`` defaults to that of the first parameter, ``state_dict`` (weights in host memory) to the
     model's own, ``resident_bytes`` to what ``Prefetcher`` says.
+
+    Raises:
+        CheckpointMismatchError: a weight is neither in the state dict nor in memory, or has another shape.
     """
     if state_dict is None:
-        state_dict = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+        held = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+        state_dict = {name: tensor.detach().cpu() for name, tensor in held.items()}
     weights = OffloadedWeightsLoader(state_dict=state_dict, resident_bytes=resident_bytes)
     return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)
 
@@ -71,8 +77,11 @@ def _offload_all(
     first = next(model.parameters(), None)
     if execution_device is None:
         execution_device = torch.device("cpu") if first is None or first.is_meta else first.device
+    check_devices({"": execution_device})
     ties = find_tied_parameters(model)
     weights.tie(ties)
+    buffers = {name: one for name, one in persistent_buffers(model) if offload_buffers or one.is_meta}
+    weights.check({**dict(model.named_parameters(remove_duplicate=False)), **buffers})
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,

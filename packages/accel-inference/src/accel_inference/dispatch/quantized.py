@@ -1,6 +1,7 @@
 """Models loaded with quantized weights, from a checkpoint in full precision or one of the quantized model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from logging import getLogger
 from typing import Any
 
@@ -20,7 +21,7 @@ from accel_inference.quantization.config import BnbQuantizationConfig, Quantizat
 from accel_inference.quantization.quantizer import Quantizer
 from accel_inference.quantization.selection import quantized_modules
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
-from accel_inference.weights.loading import load_weights, missing_weights
+from accel_inference.weights.loading import emptied_after_an_error, load_weights, missing_weights
 from accel_inference.weights.reading import read_in_order, read_in_turn
 from accel_inference.weights.sources import Weight
 from accel_state.device.memory import trim_host_memory
@@ -64,10 +65,13 @@ def load_and_quantize_model(
         _quantize_loaded(model, quantizer, chosen, config, places)
     else:
         sources = checkpoint_weights(weights_location)
-        layers = {name: _replaced(model, name, quantizer.layer(linear)) for name, linear in chosen.items()}
-        offloaded = _load(model, quantizer, layers, sources, config, places, offload_folder)
-        if missing := missing_weights(model, offloaded):
-            raise CheckpointMismatchError(f"{weights_location} lacks weights of the model: {', '.join(missing[:8])}")
+        with _unchanged_after_an_error(model, chosen, sources):
+            layers = {name: _replaced(model, name, quantizer.layer(linear)) for name, linear in chosen.items()}
+            offloaded = _load(model, quantizer, layers, sources, config, places, offload_folder)
+            if missing := missing_weights(model, offloaded):
+                raise CheckpointMismatchError(
+                    f"{weights_location} lacks weights of the model: {', '.join(missing[:8])}"
+                )
     if isinstance(config, BnbQuantizationConfig):
         flags: Any = model
         flags.is_loaded_in_8bit, flags.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
@@ -76,6 +80,27 @@ def load_and_quantize_model(
     if places is not None:
         model.hf_device_map = dict(places)  # type: ignore[assignment]
     return model
+
+
+@contextmanager
+def _unchanged_after_an_error(
+    model: nn.Module, chosen: Mapping[str, nn.Linear], sources: Mapping[str, Weight]
+) -> Iterator[None]:
+    """After an error inside, the chosen modules are in their places again, with the weights that they had.
+
+    Of other weights only those are there that had no memory before, see ``emptied_after_an_error``.
+    """
+    weights = {name: linear.weight for name, linear in chosen.items()}
+    tensors = {*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers())}
+    others = sorted(tensors.intersection(sources).difference(f"{name}.weight" for name in chosen))
+    with emptied_after_an_error(model, others):
+        try:
+            yield
+        except BaseException:
+            for name, linear in chosen.items():
+                linear.weight = weights[name]
+                _replaced(model, name, linear)
+            raise
 
 
 def _quantizer(config: QuantizationConfig) -> Quantizer:

@@ -17,6 +17,7 @@ from accel_inference.module_tensors.access import (
 )
 from accel_inference.prefetch.prefetcher import THREADS, Prefetcher
 from accel_inference.prefetch.weights_map import OffloadedWeightsLoader, PrefixedDataset
+from accel_inference.private import untraced
 from accel_state.errors import CheckpointMismatchError
 from accel_state.pytree.operations import find_device, send_to_device
 
@@ -153,6 +154,7 @@ class AlignDevicesHook(ModelHook):
         kept = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
         return [name for name, tensor in self._tensors(module, buffers=True) if tensor.is_meta and name not in kept]
 
+    @untraced
     def _onload(self, module: nn.Module) -> None:
         here = threading.get_ident()
         if self._depth:
@@ -174,6 +176,7 @@ class AlignDevicesHook(ModelHook):
             self._placed.append((owner, leaf, empty))
             place(owner, leaf, tensor.detach(), like=empty)
 
+    @untraced
     def _offload(self) -> None:
         """Puts the tensors without memory back, and ends the use of the weights."""
         self._depth = max(self._depth - 1, 0)

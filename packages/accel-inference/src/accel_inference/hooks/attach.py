@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from accel_inference.hooks.align import AlignDevicesHook, DeviceLike
 from accel_inference.hooks.hook import add_hook_to_module
+from accel_inference.hooks.layerwise_casting import LayerwiseCastingHook
 from accel_inference.module_tensors.access import TiedParams, set_module_tensor_to_device
 from accel_inference.prefetch.weights_map import PrefixedDataset
 
@@ -60,7 +61,7 @@ def attach_align_device_hook(  # noqa: PLR0913  (the signature that users know)
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
-        add_hook_to_module(module, hook, append=True)
+        _append(module, hook)
     if offload and preloaded:
         return
     for name, child in module.named_children():
@@ -122,7 +123,7 @@ def _attach_below(
     is_root = name == root
     if device is not None and not offloads.get(name, False):
         hook = AlignDevicesHook(device, io_same_device=is_root, place_submodules=True, **common)
-        add_hook_to_module(module, hook)
+        _replace(module, hook)
         attach_execution_device_hook(module, device, preload_module_classes=rest["preload_module_classes"], **common)
     elif device is not None:
         attach_align_device_hook(module, device, True, module_name=name, **rest)
@@ -132,12 +133,28 @@ def _attach_below(
             add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=rest["skip_keys"]), append=True)
         attach_execution_device_hook(module, device, preload_module_classes=rest["preload_module_classes"], **common)
     elif is_root:
-        add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=rest["skip_keys"]))
+        _replace(module, AlignDevicesHook(io_same_device=True, skip_keys=rest["skip_keys"]))
     if device is None:
         _place_tensors(module, name, devices, rest)
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
         _attach_below(child, full, devices, offloads, rest, root=root)
+
+
+def _replace(module: nn.Module, hook: AlignDevicesHook) -> None:
+    """Adds a hook in the place of one that an earlier dispatch added, or after one of the user's."""
+    present = getattr(module, "_hf_hook", None)
+    add_hook_to_module(module, hook, append=present is not None and not isinstance(present, AlignDevicesHook))
+
+
+def _append(module: nn.Module, hook: AlignDevicesHook) -> None:
+    """Adds a hook after the present one, or before it if that casts the weights, which must be there then."""
+    present: Any = getattr(module, "_hf_hook", None)
+    if not isinstance(present, LayerwiseCastingHook):
+        add_hook_to_module(module, hook, append=True)
+        return
+    add_hook_to_module(module, hook)
+    add_hook_to_module(module, present, append=True)
 
 
 def _place_tensors(module: nn.Module, name: str, devices: Mapping[str, DeviceLike], rest: Mapping[str, Any]) -> None:

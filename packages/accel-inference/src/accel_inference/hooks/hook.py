@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_inference.module_tensors.ties import find_tied_parameters, retie_parameters
+
 MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
 """Methods that move a module; a dispatched model has its own in their place."""
 
@@ -14,10 +16,12 @@ MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
 class ModelHook:
     """What happens around a module's forward; by default nothing.
 
-    ``no_grad`` runs the forward without recording it for autograd.
+    ``no_grad`` runs the forward without recording it for autograd. With ``offload`` the module has its weights only
+    while it computes.
     """
 
     no_grad = False
+    offload = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is added; returns the module, possibly changed."""
@@ -49,6 +53,11 @@ class SequentialHook(ModelHook):
     def no_grad(self) -> bool:  # type: ignore[override]
         """Whether one of the hooks wants no record for autograd."""
         return any(hook.no_grad for hook in self.hooks)
+
+    @property
+    def offload(self) -> bool:  # type: ignore[override]
+        """Whether one of the hooks offloads the weights."""
+        return any(hook.offload for hook in self.hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:
@@ -83,6 +92,8 @@ class SequentialHook(ModelHook):
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Adds a hook to a module, in place; it replaces the present one, or with ``append`` comes after it.
 
+    A hook that is replaced is not detached, unless the module's weights are offloaded by it: they come back.
+
     The hook is ``module._hf_hook``. ``module.forward`` keeps its name and signature, and is part of the module: a deep
     copy and an unpickled module have their own.
     """
@@ -90,6 +101,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         hook = SequentialHook(present, hook)
         remove_hook_from_module(module, detach=False)
     else:
+        if getattr(getattr(module, "_hf_hook", None), "offload", False):
+            module._hf_hook.detach_hook(module)  # type: ignore[operator, union-attr]
         remove_hook_from_module(module, detach=False)
     added = hook.hooks[-1] if append and isinstance(hook, SequentialHook) else hook
     module = added.init_hook(module)
@@ -120,7 +133,18 @@ def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False, *, detach: bool = True) -> nn.Module:
-    """Removes the hook of a module, in place; with ``recurse`` those of its submodules, too."""
+    """Removes the hook of a module, in place; with ``recurse`` those of its submodules, too.
+
+    Offloaded weights come back to where they were before, and those that are tied are one parameter again.
+    """
+    ties = find_tied_parameters(module) if recurse and detach else []
+    for part in list(module.modules()) if recurse else (module,):
+        _remove_hook(part, detach=detach)
+    retie_parameters(module, ties)
+    return module
+
+
+def _remove_hook(module: nn.Module, *, detach: bool) -> None:
     if hasattr(module, "_hf_hook"):
         if detach:
             module._hf_hook.detach_hook(module)  # type: ignore[operator, union-attr]
@@ -129,9 +153,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False, *, detach:
         _restore_forward(module)
     for name in MOVES if detach else ():
         module.__dict__.pop(name, None)
-    for child in module.children() if recurse else ():
-        remove_hook_from_module(child, recurse, detach=detach)
-    return module
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:

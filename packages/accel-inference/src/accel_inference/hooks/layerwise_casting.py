@@ -14,7 +14,10 @@ CAST_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTrans
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Casts a module's weights to ``compute_dtype`` for its forward, and back to ``storage_dtype`` after it."""
+    """Casts a module's weights to ``compute_dtype`` for its forward, and back to ``storage_dtype`` after it.
+
+    A module whose hook is removed has them in ``compute_dtype``.
+    """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
         self.storage_dtype = storage_dtype
@@ -35,6 +38,9 @@ class LayerwiseCastingHook(ModelHook):
     def failed_forward(self, module: nn.Module) -> None:
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        return module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+
 
 def attach_layerwise_casting_hooks(
     module: nn.Module,
@@ -47,10 +53,20 @@ def attach_layerwise_casting_hooks(
     """Stores the weights of linear layers and convolutions in ``storage_dtype``.
 
     Modules whose name matches one of the patterns, or that are of one of the classes, are left out with all below them.
+
+    Raises:
+        ValueError: the weights of a layer are offloaded already, and keep the dtype that they have there.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
     classes = (skip_modules_classes,) if isinstance(skip_modules_classes, type) else tuple(skip_modules_classes or ())
-    for layer in list(_layers(module, "", patterns, classes)):
+    layers = list(_layers(module, "", patterns, classes))
+    offloaded = sum(getattr(getattr(layer, "_hf_hook", None), "offload", False) for layer in layers)
+    if offloaded:
+        raise ValueError(
+            f"the weights of {offloaded} of {len(layers)} layers are offloaded already, in the dtype that they had; "
+            "attach layerwise casting first and offload the model then"
+        )
+    for layer in layers:
         add_hook_to_module(layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
 
 

@@ -35,6 +35,12 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     return found
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers of a module and those below that are in its state dict, by full name."""
+    dropped = get_non_persistent_buffers(module, recurse=True, fqns=True)
+    yield from ((name, one) for name, one in module.named_buffers(remove_duplicate=False) if name not in dropped)
+
+
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     """The submodule that holds a tensor, and the tensor's name in it.
 
@@ -79,7 +85,7 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter) or like is None:
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
     requires_grad = like.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-    if type(like) in (nn.Parameter, Tensor):
+    if type(like) in (nn.Parameter, Tensor) or hasattr(tensor, "__tensor_flatten__"):
         made = nn.Parameter(tensor, requires_grad=requires_grad)
         if like.__dict__:
             made.__dict__.update(like.__dict__)

@@ -20,7 +20,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     execution device, of which ``resident_bytes`` is the budget.
 
     Raises:
-        ValueError: neither a state dict nor a folder nor an index is given.
+        ValueError: neither a state dict nor a folder nor an index is given, or ``resident_bytes`` is no number of
+            bytes.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
+        if resident_bytes is not None and (not isinstance(resident_bytes, int) or resident_bytes < 0):
+            raise ValueError(f"resident_bytes is {resident_bytes!r}; expected a number of bytes from 0, like {2**30}")
         self.state_dict = dict(state_dict or {})
         self.index = dict(index) if index is not None else read_offload_index(save_folder) if save_folder else {}
         self.save_folder = save_folder
@@ -63,6 +66,22 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             found = next((name for name in group if name in self.state_dict or name in self.index), None)
             if found is not None:
                 self._aliases.update({name: found for name in group if name not in self})
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Checks that these weights are here, in the shapes of ``wanted``.
+
+        Raises:
+            CheckpointMismatchError: a weight is missing, or has another shape.
+            CheckpointError: its file is missing, or does not hold it.
+        """
+        if lacking := [name for name in wanted if name not in self]:
+            raise CheckpointMismatchError(
+                f"the offloaded weights lack {', '.join(lacking[:8])}; they have "
+                f"{', '.join(sorted(self)[:8]) or 'none'}. If the model is offloaded already, call "
+                "remove_hook_from_submodules, which brings its weights back"
+            )
+        for name, tensor in wanted.items():
+            self.source(name, shape=tensor.shape)
 
     def source(self, name: str, *, shape: Sequence[int] | None = None) -> Source:
         """Where a weight lies, which must have ``shape`` if that is given.

@@ -75,6 +75,7 @@ class TorchAOQuantizationConfig:
 
     Attributes:
         weights: "int8" with a scale for each row, "int4" with a scale for each group, or "fp8" (e4m3) for each row.
+            Numbers of "int4" take a byte each, in the layout of torchao that all devices have.
         group_size: columns of a group of "int4"; layers whose columns it does not divide stay in ``torch_dtype``.
         torch_dtype: dtype of the weights that are not quantized.
         skip_modules: names of modules that are not quantized; None: tied ones and the head.
@@ -99,8 +100,8 @@ class TorchAOQuantizationConfig:
 
     @property
     def target_dtype(self) -> CustomDtype | torch.dtype:
-        """Dtype of quantized weights, for the sizes of modules."""
-        return CustomDtype.INT4 if self.weights == "int4" else torch.int8
+        """Dtype of quantized weights, for the sizes of modules: a byte for each number, also for "int4"."""
+        return torch.int8
 
 
 QuantizationConfig = BnbQuantizationConfig | TorchAOQuantizationConfig

@@ -109,7 +109,7 @@ def _read_torch(file: Path) -> Iterator[tuple[str, Tensor]]:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{file} has more than weights and would run code when it is read: {error}") from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(f"{file} cannot be read as a checkpoint of torch: {error}") from error
     if not isinstance(content, Mapping):
         raise CheckpointCorruptError(f"{file} has a {type(content).__name__} and no state dict")

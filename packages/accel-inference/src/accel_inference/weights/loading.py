@@ -1,6 +1,7 @@
 """Checkpoints read into a model, each weight once, to the device of its module or into the offload folder's index."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_inference.module_tensors.access import is_below, set_module_tensor_to_device
+from accel_inference.module_tensors.access import is_below, owner_of, place, set_module_tensor_to_device
+from accel_inference.module_tensors.devices import check_devices
 from accel_inference.module_tensors.dtypes import proper_dtype
 from accel_inference.module_tensors.ties import (
     check_tied_parameters_in_config,
@@ -52,6 +54,9 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
     the index of ``offload_folder`` names their places in the checkpoint's safetensors files, or files of the
     folder for what those do not have as it is used.
 
+    After an error in reading, the weights that were replaced are on the meta device: a model without memory is as it
+    was, and one with memory does not compute with weights of two checkpoints.
+
     Weights have ``dtype`` or that of the checkpoint; ``keep_in_fp32_modules`` names modules that stay float32. Names
     that only one side has are logged, or with ``strict`` refused.
 
@@ -60,7 +65,8 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
     in any case.
 
     Raises:
-        ValueError: a module has no device in the map, or is on disk without an offload folder.
+        ValueError: a module has no device in the map, or one that this machine lacks, or is on disk without an offload
+            folder.
         CheckpointMismatchError: a weight has another shape; with ``strict`` also another set of names.
         CheckpointError: a file is corrupt, cannot be read, or would run code when it is read.
     """
@@ -105,11 +111,13 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     Returns the entries of the weights on disk: the index of the folder may have others, or have them no more when
     another process has loaded another checkpoint.
     """
+    check_devices(device_map or {})
     ties = find_tied_parameters(model)
     _check_config(model, ties, device_map)
     targets = _targets(model)
     _compare(targets, sources, ties, strict=strict, besides=besides)
     plan = _plan(targets, sources, device_map, offload_buffers=offload_buffers)
+    del targets  # which would keep the present weights in memory beside the new ones
     if any(step.device == "disk" for step in plan):
         if offload_folder is None:
             raise ValueError(
@@ -117,16 +125,13 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
             )
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
     wanted = None if dtype is None else proper_dtype(dtype)
-    index: dict[str, Any] = {}
     in_fp32 = keep_in_fp32_modules or ()
+    index, dtypes = _write(plan, wanted, in_fp32, offload_folder)
     alike = {name: group for group in ties for name in group}
-    for step in plan:
-        if step.device == "disk":
-            assert offload_folder is not None
-            _offload(step.name, _in_wanted_dtype(step, wanted, in_fp32), offload_folder, index)
-            for name in alike.get(step.name, (step.name,)):
-                if name == step.name or name not in sources:
-                    set_module_tensor_to_device(model, name, "meta")
+    for name, its_dtype in dtypes.items():
+        for other in alike.get(name, (name,)):
+            if other == name or other not in sources:
+                empty_weight(model, other, its_dtype)
     placed = sorted((step for step in plan if step.device != "disk"), key=_place_in_files)
     files = MappedFiles() if mapped else None
 
@@ -134,14 +139,65 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
         weight = _in_wanted_dtype(step, wanted, in_fp32)
         return files.weight(weight) if files is not None and str(step.device) == "cpu" else weight
 
-    values = read_in_order(map(weight_of, placed))
-    for step, value in zip(placed, values, strict=True):
-        set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
-    if offload_folder is not None:
-        save_offload_index(index, offload_folder)
+    with emptied_after_an_error(model, [step.name for step in placed]):
+        for step, value in zip(placed, read_in_order(map(weight_of, placed)), strict=True):
+            set_module_tensor_to_device(model, step.name, step.device, value=value, dtype=value.dtype)
     # The value that was loaded is that of all names, and not what another of them had before.
     retie_parameters(model, [sorted(group, key=lambda name: name not in sources) for group in ties])
     return index
+
+
+def _write(
+    plan: Sequence["_Step"], wanted: torch.dtype | None, in_fp32: Sequence[str], folder: PathLike | None
+) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+    """Writes what is on disk, before the model is touched, and its index; returns entries and dtypes by name."""
+    index: dict[str, Any] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for step in plan:
+        if step.device == "disk":
+            assert folder is not None
+            weight = _in_wanted_dtype(step, wanted, in_fp32)
+            _offload(step.name, weight, folder, index)
+            dtypes[step.name] = weight.dtype
+    if folder is not None:
+        save_offload_index(index, folder)
+    return index, dtypes
+
+
+@contextmanager
+def emptied_after_an_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """After an error inside, the weights that were replaced there have no memory: nothing is half-loaded.
+
+    Those that had none before are the same objects again, so that ties remain. Values that others replace are not kept,
+    because they would be a second copy of the model.
+    """
+    before = {name: _tensor(model, name) for name in names}
+    empty = {name: tensor for name, tensor in before.items() if tensor.is_meta}
+    identities = {name: id(tensor) for name, tensor in before.items()}
+    del before
+    try:
+        yield
+    except BaseException:
+        for name, identity in identities.items():
+            if name in empty:
+                owner, leaf = owner_of(model, name)
+                (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = empty[name]  # type: ignore[assignment]
+            elif id(tensor := _tensor(model, name)) != identity:
+                empty_weight(model, name, tensor.dtype)
+        raise
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner, leaf = owner_of(model, name)
+    found = owner._parameters.get(leaf) if leaf in owner._parameters else owner._buffers[leaf]
+    assert found is not None
+    return found
+
+
+def empty_weight(model: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Puts a weight of a model on the meta device, in a dtype."""
+    owner, leaf = owner_of(model, name)
+    place(owner, leaf, torch.empty(_tensor(model, name).shape, dtype=dtype, device="meta"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +207,6 @@ class _Step:
     name: str
     source: Weight
     device: int | str | torch.device
-    target: Tensor
 
 
 def _place_in_files(step: _Step) -> tuple[str, int]:
@@ -223,7 +278,7 @@ def _plan(
             device = "cpu"
         if device == "disk" and not isinstance(target, nn.Parameter) and not offload_buffers:
             device = "cpu"
-        steps.append(_Step(name, source, device, target))
+        steps.append(_Step(name, source, device))
     return steps
 
 

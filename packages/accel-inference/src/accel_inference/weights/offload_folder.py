@@ -38,7 +38,13 @@ def offload_weight(
     Raises:
         CheckpointMismatchError: the folder has a weight of this name with other bytes.
         CheckpointError: the file cannot be written: the folder is missing or its disk full.
+        ValueError: the weight consists of several tensors, as quantized ones of torchao do.
     """
+    if hasattr(weight, "__tensor_flatten__"):
+        raise ValueError(
+            f"{weight_name} is a {type(weight).__name__}, which consists of several tensors, and a file of an offload "
+            "folder holds one. Keep its module on a device of the map, or use cpu_offload"
+        )
     index = {} if index is None else index
     target = Path(offload_folder) / f"{weight_name}.dat"
     host = weight.detach().cpu().contiguous()
@@ -83,13 +89,23 @@ def _holds(target: Path, content: Tensor) -> bool:
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: Folder) -> None:
-    """Adds entries to the index of a folder; entries of other weights stay."""
+    """Adds entries to the index of a folder; entries of other weights stay.
+
+    Raises:
+        CheckpointError: the index cannot be written: the folder is missing or its disk full.
+    """
     if not index:
         return
     target = Path(offload_folder) / INDEX
+    content = json.dumps({**read_offload_index(offload_folder), **index}, indent=2)
     staging = _staging(target)
-    staging.write_text(json.dumps({**read_offload_index(offload_folder), **index}, indent=2))
-    staging.replace(target)
+    try:
+        staging.write_text(content)
+        staging.replace(target)
+    except OSError as error:
+        raise CheckpointError(f"cannot write the index of {offload_folder}: {error}") from error
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def read_offload_index(offload_folder: Folder) -> dict[str, Any]:
@@ -101,7 +117,9 @@ def read_offload_index(offload_folder: Folder) -> dict[str, Any]:
         found = json.loads(target.read_text())
     except ValueError as error:
         raise CheckpointCorruptError(f"{target} is no index of an offload folder: {error}") from error
-    return dict(found)
+    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        raise CheckpointCorruptError(f"{target} is no index of an offload folder: it has no object of objects")
+    return found
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -156,9 +174,14 @@ def indexed_weight(
     if folder is None:
         raise CheckpointError(f"{name} is offloaded to a file, and no folder is given")
     path = Path(folder) / f"{name}.dat"
-    dtype = proper_dtype(entry["dtype"])
     try:
-        weight = FileWeight(WeightFile.at(path), 0, tuple(entry["shape"]), dtype, dtype)
+        dtype, shape = proper_dtype(entry["dtype"]), tuple(int(length) for length in entry["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(
+            f"the index of {folder} has an entry of {name} that cannot be read: {entry}"
+        ) from error
+    try:
+        weight = FileWeight(WeightFile.at(path), 0, shape, dtype, dtype)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}, which has the weight {name}, does not exist") from error
     if weight.file.size != weight.nbytes:

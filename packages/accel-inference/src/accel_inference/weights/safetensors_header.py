@@ -6,6 +6,7 @@ https://huggingface.co/docs/safetensors/index#format
 import json
 import os
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -76,11 +77,13 @@ def _weight(file: WeightFile, begin: int, name: str, entry: Any) -> FileWeight:
         first, last = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{file.path}: {name} has an entry that cannot be read: {entry}") from error
-    weight = FileWeight(file, begin + first, shape, dtype, dtype, name)
-    if last - first != weight.nbytes or first < 0:
-        raise CheckpointCorruptError(f"{file.path}: {name} has {last - first} bytes, and {weight.nbytes} by its shape")
+    by_shape = prod(shape) * dtype.itemsize
+    if last - first != by_shape or first < 0 or min(shape, default=0) < 0:
+        raise CheckpointCorruptError(
+            f"{file.path}: {name} has {last - first} bytes, and {by_shape} by its shape {list(shape)}"
+        )
     if begin + last > file.size:
         raise CheckpointCorruptError(
             f"{file.path} is cut: {name} ends at byte {begin + last}, and the file has {file.size}"
         )
-    return weight
+    return FileWeight(file, begin + first, shape, dtype, dtype, name)

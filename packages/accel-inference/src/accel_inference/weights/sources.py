@@ -125,7 +125,8 @@ class HostWeight:
     def key(self) -> Hashable:
         """Equal for names of one tensor."""
         one = self.tensor
-        return id(one) if one.numel() == 0 else (one.data_ptr(), one.dtype, one.shape, one.stride())
+        is_composed = hasattr(one, "__tensor_flatten__")  # of several tensors: it has no address
+        return id(one) if is_composed or one.numel() == 0 else (one.data_ptr(), one.dtype, one.shape, one.stride())
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,76 @@
+"""Offloaded models leave nothing behind: neither with each forward nor when they end."""
+
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel_inference.dispatch.offload import cpu_offload, disk_offload
+from accel_inference.hooks.hook import remove_hook_from_submodules
+
+WIDTH, BLOCKS = 512, 8
+SIZE = WIDTH * WIDTH * 4
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's counts of a process")
+
+
+def resident():
+    """Bytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def build():
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
+
+
+def to_cpu(_folder):
+    return cpu_offload(build())
+
+
+def to_disk(folder):
+    return disk_offload(build(), folder, resident_bytes=3 * SIZE)
+
+
+@pytest.mark.parametrize("offloaded", [to_cpu, to_disk])
+@torch.no_grad()
+def test_a_hundred_forwards_leave_no_memory_objects_or_descriptors(offloaded, tmp_path):
+    model, x = offloaded(tmp_path), torch.ones(1, WIDTH)
+    for _ in range(10):
+        model(x)
+    gc.collect()
+    before = resident(), len(gc.get_objects()), descriptors()
+    for _ in range(100):
+        model(x)
+    gc.collect()
+    after = resident(), len(gc.get_objects()), descriptors()
+    assert after[0] - before[0] < 2 * SIZE
+    assert after[1] - before[1] < 100
+    assert after[2] <= before[2] + 1  # the reader thread may read now
+
+
+@pytest.mark.parametrize("removed", [False, True])
+@torch.no_grad()
+def test_a_model_that_ends_takes_its_weights_and_its_thread_with_it(removed, tmp_path):
+    model, x = to_disk(tmp_path), torch.ones(1, WIDTH)
+    model(x)
+    prefetcher = model[0]._hf_hook.weights_map.origin()[0].prefetcher(torch.device("cpu"))
+    ends = [weakref.ref(one) for one in (model, prefetcher, model[0]._hf_hook)]
+    reader = prefetcher._reader
+    del prefetcher
+    if removed:
+        remove_hook_from_submodules(model)
+    else:
+        del model
+    if reader is not None:
+        reader.join(5)
+        assert reader not in threading.enumerate()
+    gc.collect()
+    assert [one() is None for one in ends] == [not removed, True, True]
