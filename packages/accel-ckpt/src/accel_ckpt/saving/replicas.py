@@ -156,8 +156,8 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 4 == 0 and flat.data_ptr() % 4 == 0:
         flat = flat.view(torch.int32)
-    whole = flat.numel() // _ROW * _ROW
-    return torch.cat([flat[:whole].view(-1, _ROW).sum(1, dtype=torch.int64), flat[whole:].to(torch.int64)])
+    end = flat.numel() // _ROW * _ROW
+    return torch.cat([flat[:end].view(-1, _ROW).sum(1, dtype=torch.int64), flat[end:].to(torch.int64)])
 
 
 def merge_structures(structures: Sequence[StateStructure], terms: Terms) -> Merged:
@@ -203,14 +203,14 @@ def kept_apart(structures: Sequence[StateStructure], merged: Merged, terms: Term
 
 
 def _merge_trees(
-    structures: Sequence[StateStructure], whole: Collection[str], differences: Differences
+    structures: Sequence[StateStructure], full: Collection[str], differences: Differences
 ) -> dict[str, Json]:
     trees: dict[str, Json] = {}
     for rank, structure in enumerate(structures):
         for state, tree in structure.trees.items():
             conflicts: list[str] = []
             known = trees.get(state, tree)
-            trees[state] = _merge(known, tree, state, conflicts, whole=state in whole)
+            trees[state] = _merge(known, tree, state, conflicts, full=state in full)
             for place in conflicts:
                 differences.add(state, place, rank)
     return trees
@@ -230,30 +230,30 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from tensor.detach().view(-1).split(_JOB // tensor.element_size())
 
 
-def _merge(one: Json, other: Json, path: str, conflicts: list[str], *, whole: bool) -> Json:
-    """Merges two ranks' trees; with ``whole`` each is a full state, so that other keys are a conflict."""
+def _merge(one: Json, other: Json, path: str, conflicts: list[str], *, full: bool) -> Json:
+    """Merges two ranks' trees; with ``full`` each is a full state, so that other keys are a conflict."""
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict):
         if set(one) == set(other) == {"$dict"}:
             mine, theirs = ({json.dumps(key): (key, value) for key, value in tree["$dict"]} for tree in (one, other))
-            if set(mine) == set(theirs) or not whole:
+            if set(mine) == set(theirs) or not full:
                 pairs: dict[str, list[Any]] = {text: [key, value] for text, (key, value) in mine.items()}
                 for text, (key, value) in theirs.items():
                     if text in mine:
-                        value = _merge(mine[text][1], value, f"{path}/{text}", conflicts, whole=whole)
+                        value = _merge(mine[text][1], value, f"{path}/{text}", conflicts, full=full)
                     pairs[text] = [key, value]
                 return {"$dict": list(pairs.values())}
-        elif not any(key.startswith("$") for key in (*one, *other)) and (set(one) == set(other) or not whole):
+        elif not any(key.startswith("$") for key in (*one, *other)) and (set(one) == set(other) or not full):
             added = {key: value for key, value in other.items() if key not in one}
             kept = {
-                key: _merge(value, other[key], f"{path}/{key}", conflicts, whole=whole) if key in other else value
+                key: _merge(value, other[key], f"{path}/{key}", conflicts, full=full) if key in other else value
                 for key, value in one.items()
             }
             return {**kept, **added}
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return [
-            _merge(a, b, f"{path}/{i}", conflicts, whole=whole) for i, (a, b) in enumerate(zip(one, other, strict=True))
+            _merge(a, b, f"{path}/{i}", conflicts, full=full) for i, (a, b) in enumerate(zip(one, other, strict=True))
         ]
     conflicts.append(path)
     return one
