@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from accel_inference.module_tensors.dtypes import proper_dtype
 from accel_state.device.memory import clear_device_cache
+from accel_state.pytree.composite import is_composite
 
 TiedParams = MutableMapping[int, MutableMapping[torch.device, Tensor]]
 """For the memory address of a tied tensor: its copies by device."""
@@ -85,7 +86,7 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter) or like is None:
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
     requires_grad = like.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-    if type(like) in (nn.Parameter, Tensor) or hasattr(tensor, "__tensor_flatten__"):
+    if type(like) in (nn.Parameter, Tensor) or is_composite(tensor):
         made = nn.Parameter(tensor, requires_grad=requires_grad)
         if like.__dict__:
             made.__dict__.update(like.__dict__)

@@ -20,6 +20,7 @@ from accel_inference.module_tensors.dtypes import proper_dtype
 from accel_inference.weights.safetensors_header import read_header
 from accel_inference.weights.sources import FileWeight, HostWeight, WeightFile
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from accel_state.pytree.composite import is_composite
 
 Entry = Mapping[str, Any]
 Folder = str | os.PathLike[str]
@@ -40,7 +41,7 @@ def offload_weight(
         CheckpointError: the file cannot be written: the folder is missing or its disk full.
         ValueError: the weight consists of several tensors, as quantized ones of torchao do.
     """
-    if hasattr(weight, "__tensor_flatten__"):
+    if is_composite(weight):
         raise ValueError(
             f"{weight_name} is a {type(weight).__name__}, which consists of several tensors, and a file of an offload "
             "folder holds one. Keep its module on a device of the map, or use cpu_offload"

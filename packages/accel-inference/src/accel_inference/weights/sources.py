@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accel_state.device.huge_pages import new_tensor
 from accel_state.errors import CheckpointCorruptError
+from accel_state.pytree.composite import is_composite
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class FileWeight:
 
     @property
     def key(self) -> Hashable:
-        """Equal for names of one tensor."""
+        """Equal for two names of the same tensor."""
         return self.file.identity[:2], self.offset, self.shape, self.dtype
 
     @property
@@ -125,8 +126,8 @@ class HostWeight:
     def key(self) -> Hashable:
         """Equal for names of one tensor."""
         one = self.tensor
-        is_composed = hasattr(one, "__tensor_flatten__")  # of several tensors: it has no address
-        return id(one) if is_composed or one.numel() == 0 else (one.data_ptr(), one.dtype, one.shape, one.stride())
+        has_address = one.numel() > 0 and not is_composite(one)
+        return (one.data_ptr(), one.dtype, one.shape, one.stride()) if has_address else id(one)
 
     @property
     def nbytes(self) -> int:
