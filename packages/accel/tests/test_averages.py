@@ -2,12 +2,14 @@
 
 from copy import deepcopy
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accel import Accelerator
@@ -59,6 +61,24 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Average:
+    """An average of the weights that a rank holds, registered as an object of the user's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        for name, one in model.named_parameters():
+            self.weights[name].lerp_(one.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "rate": 0.5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, one in self.weights.items():
+            one.copy_(state["weights"][name])
 
 
 class Beside:
@@ -199,3 +219,28 @@ def test_a_method_that_is_registered_is_gathered_by_fsdp(rank: int) -> None:
     if rank == 0:
         assert_close(state, dict(beside.reference.state_dict()))
     beside.end()
+
+
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_registered_average_of_what_a_rank_holds_is_loaded_as_it_is_held(
+    rank: int, strategy: str, tmp_path: Path
+) -> None:
+    one = Beside(strategy, rank)
+    average = Average(one.model)
+    one.accelerator.register_for_checkpointing(average)
+    one.backward(0)
+    one.optimizer.step()
+    average.update(one.model)
+    one.accelerator.save_state(tmp_path / "saved")
+    kept = {name: value.clone() for name, value in average.weights.items()}
+    average.update(one.model)
+    one.accelerator.load_state(tmp_path / "saved")
+    for name, value in average.weights.items():
+        assert type(value) is type(kept[name])
+        assert torch.equal(full(value), full(kept[name]))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    gathered: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered

@@ -15,6 +15,7 @@ from torch import nn
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, check_parts
 from accel.checkpoints.run_facts import SEED_KEY, RunDescription
 from accel.checkpoints.train_state import LoaderState, Stateful, TrainState
+from accel_backends.ops.dtensor import sharded_like
 from accel_backends.roles import unreduced_gradients as open_window
 from accel_backends.roles.prepared_states import ModelState, OptimizerState
 from accel_backends.roles.saved_state_check import PartReport, check_keys
@@ -281,6 +282,7 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
                 if name.startswith("scheduler"):
                     check_keys(name, own, state)
                 undo.append(partial(part.load_state_dict, _copy_of(own)))
+                state = _sharded_as(own, state)
             part.load_state_dict(state)
     except Exception as caught:
         error = caught
@@ -290,6 +292,17 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
         _put_back(undo)
         raise
     return undo
+
+
+def _sharded_as(present: Any, saved: Any) -> Any:
+    """Returns a saved state, whose full tensors are sharded where the present state has sharded ones of their shape."""
+    if isinstance(saved, torch.Tensor):
+        return sharded_like(saved, present) if isinstance(present, torch.Tensor) else saved
+    if isinstance(saved, dict) and isinstance(present, Mapping):
+        return {key: _sharded_as(present.get(key), value) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
+        return [_sharded_as(one, value) for one, value in zip(present, saved, strict=True)]
+    return saved
 
 
 def _copy_of(state: Any) -> Any:
