@@ -370,3 +370,25 @@ def test_modules_that_look_at_what_they_are_given_see_values_in_their_place_too(
         model[0].register_load_state_dict_post_hook(lambda module, keys: seen.append("loaded"))
     load_model_state(model, model_state(model))
     assert seen
+
+
+def repeating(first: float) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("repeated", (torch.arange(3.0) + first).view(3, 1, 1).expand(3, 4, 1).expand(3, 4, 5))
+    return model
+
+
+def test_a_tensor_that_repeats_its_memory_is_loaded_once():
+    saved, model = repeating(7), repeating(0)
+    load_model_state(model, {name: value.clone() for name, value in model_state(saved).items()})
+    assert torch.equal(model.repeated, saved.repeated)
+    assert model.repeated.stride() == (1, 0, 0)
+
+
+def test_other_values_than_a_tensor_can_repeat_are_refused_and_nothing_loaded():
+    model = repeating(0)
+    before = {name: value.clone() for name, value in model_state(model).items()}
+    state = {name: value + 1 for name, value in before.items()} | {"repeated": torch.randn(3, 4, 5)}
+    with pytest.raises(CheckpointMismatchError, match=r"repeated repeats one value along dimensions \[1, 2\]"):
+        load_model_state(model, state)
+    assert all(torch.equal(value, before[name]) for name, value in model_state(model).items())

@@ -92,6 +92,8 @@ def load_model_state(
     loaded = {raw: place(given[name], own[raw]) for raw, name in wanted.items() if name in given}
     if all(map(_loads_as_torch_does, model.modules())):
         loaded = {raw: value for raw, value in loaded.items() if not _same_memory(value, own[raw])}
+        expanded = [raw for raw in loaded if _repeated_dims(own[raw])]
+        _load_expanded([(wanted[raw], own[raw], loaded.pop(raw)) for raw in expanded])
     if loaded:
         _load(model, loaded)
     return missing, unexpected
@@ -244,6 +246,35 @@ def foreign_parameters(optimizer: Optimizer, known: "set[int] | Mapping[int, Any
                 label = f"{labels[position]!r}, " if labels else ""
                 found.append(f"group {number} parameter {position} ({label}shape {tuple(parameter.shape)})")
     return found
+
+
+def _repeated_dims(tensor: torch.Tensor) -> list[int]:
+    """Dimensions along which a tensor repeats its memory, as those that ``expand`` makes."""
+    if type(tensor) not in _PLAIN:
+        return []
+    return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
+
+
+@torch.no_grad()
+def _load_expanded(loads: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    """Copies values into tensors that repeat their memory, which torch's ``copy_`` refuses: (name, tensor, value) each.
+
+    Raises:
+        CheckpointMismatchError: a value differs along a dimension that the tensor repeats; nothing is copied.
+    """
+    copies = []
+    for name, target, value in loads:
+        source, dims = value, _repeated_dims(target)
+        for dim in dims:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        if not torch.equal(source.expand_as(value), value):
+            raise CheckpointMismatchError(
+                f"{name} repeats one value along dimensions {dims} in the model, and the state has several values "
+                "there; nearest: contiguous() in the model, whose result has memory for all of them"
+            )
+        copies.append((target, source))
+    for target, source in copies:
+        target.copy_(source)
 
 
 #: Attribute that marks a pre-hook of ``load_state_dict`` which changes the placement of values, not the values.
