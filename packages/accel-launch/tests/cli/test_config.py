@@ -31,6 +31,7 @@ class Scripted:
     def __init__(self, answers: dict[str, str]) -> None:
         self.answers = answers
         self.asked: list[str] = []
+        self.choices: list[str] = []
 
     def _answer(self, text: str, default: str) -> str:
         self.asked.append(text)
@@ -38,6 +39,7 @@ class Scripted:
 
     def choose(self, text: str, choices: list[str], default: str) -> str | None:
         assert default in choices
+        self.choices += choices
         answer = self._answer(text, default)
         (chosen,) = [choice for choice in choices if choice.startswith(answer)][:1]
         return chosen
@@ -98,11 +100,33 @@ def test_accelerators_are_offered_where_there_are_several(count: int, answer: st
     assert any(text.startswith("Which accelerators") for text in plain.asked) == asked
 
 
-def test_a_backend_that_is_not_there_is_neither_offered_nor_kept() -> None:
-    (ways,) = [question.options for question in QUESTIONS if question.name == "way"]
-    assert ways is not None
-    assert "use_megatron_lm" not in ways.values()
-    assert ask_all(Scripted({}), {"use_megatron_lm": True}) == {}
+@pytest.mark.parametrize(
+    ("count", "has_megatron", "where"),
+    [(0, True, "accel"), (1, False, "accel"), (1, True, "the CPU"), (1, True, "TPUs")],
+)
+def test_a_backend_that_cannot_work_is_neither_offered_nor_kept(count: int, has_megatron: bool, where: str) -> None:
+    asker = Scripted({"What do the processes": where})
+    answers = ask_all(asker, {"use_megatron_lm": True}, num_accelerators=count, has_megatron=has_megatron)
+    assert answers is not None
+    assert "use_megatron_lm" not in answers
+    assert not any("Megatron-LM" in choice for choice in asker.choices)
+    assert not any("tensor-parallel" in text for text in asker.asked)
+
+
+def test_megatron_is_offered_with_its_library_and_a_gpu() -> None:
+    plain = Scripted({"Which of these": "Megatron-LM"})
+    assert ask_all(plain, {}, num_accelerators=8, has_megatron=True) == {"use_megatron_lm": True}
+    assert not any("over them" in text or "go through them" in text for text in plain.asked)
+    divided = Scripted(
+        {"Which of these": "Megatron-LM", "How many tensor": "2", "Shard seq": "yes", "How many pipe": "4"}
+    )
+    assert ask_all(divided, {}, num_accelerators=8, has_megatron=True) == {
+        "use_megatron_lm": True,
+        "megatron_lm_tp_degree": 2,
+        "megatron_lm_sequence_parallelism": True,
+        "megatron_lm_pp_degree": 4,
+    }
+    assert any("go through them" in text for text in divided.asked)
 
 
 def test_every_question_is_about_a_setting_or_a_choice_of_switches() -> None:

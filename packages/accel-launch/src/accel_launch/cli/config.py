@@ -29,12 +29,12 @@ def config(context: click.Context, config_file: str) -> int:
     if context.invoked_subcommand is not None:
         return 0
     from accel_launch.cli.questions import TerminalAsker, ask_all, shown_answers
-    from accel_launch.launch.host import count_accelerators
+    from accel_launch.launch.host import count_accelerators, has_megatron
 
     asker, path = TerminalAsker(), Path(config_file)
     known = resolve_config({}, {}, path) if path.exists() else AccelConfig()
     from_file = {row.name: row.value for row in known.explain() if row.origin.source == "file"}
-    answers = ask_all(asker, from_file, num_accelerators=count_accelerators())
+    answers = ask_all(asker, from_file, num_accelerators=count_accelerators(), has_megatron=has_megatron())
     if answers is None:
         raise click.Abort
     chosen = [(name, shown(value)) for name, value in shown_answers(answers)]

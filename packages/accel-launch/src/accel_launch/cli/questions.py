@@ -14,9 +14,11 @@ _WAYS = {
     "nothing of these: one process, or DDP": None,
     "FSDP, which shards parameters, gradients and optimizer states": "use_fsdp",
     "DeepSpeed": "use_deepspeed",
+    "Megatron-LM, whose models compute in place of the Transformers model": "use_megatron_lm",
 }
-_NOT_OFFERED = {"use_megatron_lm": False}  # needs accel-megatron and a GPU; a file or a flag may request it
-_FOUND = "accelerators of this machine"  # key among the answers that is not a setting
+# Keys among the answers that are not settings.
+_FOUND = "accelerators of this machine"
+_HAS_MEGATRON = "megatron-core is installed"
 _WHERE = {"accelerators, where there are any": None, "the CPU, whatever there is": "cpu", "TPUs": "tpu"}
 
 
@@ -43,9 +45,24 @@ def _many(answers: Answers) -> bool:
     return isinstance(count := answers.get("num_machines"), int) and count > 1
 
 
+def _above_one(name: str, switch: str) -> Callable[[Answers], bool]:
+    return lambda answers: bool(answers.get(switch)) and isinstance(one := answers.get(name), int) and one > 1
+
+
+def _elsewhere(answers: Answers) -> bool:
+    return bool(answers.get("cpu") or answers.get("tpu"))
+
+
 def _offers_accelerators(answers: Answers) -> bool:
     several = isinstance(count := answers.get(_FOUND), int) and count > 1
-    return (several or bool(answers.get("gpu_ids"))) and not (answers.get("cpu") or answers.get("tpu"))
+    return (several or bool(answers.get("gpu_ids"))) and not _elsewhere(answers)
+
+
+def _offers(way: str | None, answers: Answers) -> bool:
+    """Whether a strategy can work; Megatron-LM needs its library and a GPU."""
+    return way != "use_megatron_lm" or bool(
+        answers.get(_HAS_MEGATRON) and answers.get(_FOUND) and not _elsewhere(answers)
+    )
 
 
 QUESTIONS = (
@@ -80,6 +97,21 @@ QUESTIONS = (
     Question("offload_optimizer_device", "Where do optimizer states live?", lambda a: _asks_zero(a)),
     Question("offload_param_device", "Where do parameters live?", lambda a: a.get("zero_stage") == 3),
     Question("gradient_clipping", "Clip the gradients' norm to? (empty: no)", _on("use_deepspeed")),
+    Question("megatron_lm_tp_degree", "How many tensor-parallel ranks?", _on("use_megatron_lm")),
+    Question(
+        "megatron_lm_sequence_parallelism",
+        "Shard sequences over them, too?",
+        _above_one("megatron_lm_tp_degree", "use_megatron_lm"),
+    ),
+    Question("megatron_lm_pp_degree", "How many pipeline stages?", _on("use_megatron_lm")),
+    Question(
+        "megatron_lm_num_micro_batches",
+        "How many micro-batches of a batch go through them?",
+        _above_one("megatron_lm_pp_degree", "use_megatron_lm"),
+    ),
+    Question("megatron_lm_recompute_activations", "Compute activations again in backward?", _on("use_megatron_lm")),
+    Question("megatron_lm_use_distributed_optimizer", "Shard optimizer states over replicas?", _on("use_megatron_lm")),
+    Question("megatron_lm_gradient_clipping", "Clip the gradients' norm to? (0: no)", _on("use_megatron_lm")),
     Question("gradient_accumulation_steps", "How many micro-batches per optimizer step?"),
     Question("dynamo_backend", "Which backend of torch.compile? (no: none)"),
     Question("dynamo_mode", "What should it optimise for?", lambda a: a.get("dynamo_backend") not in (None, "no")),
@@ -105,13 +137,16 @@ class Asker(Protocol):
         ...
 
 
-def ask_all(asker: Asker, start: Answers, *, num_accelerators: int = 0) -> dict[str, object] | None:
+def ask_all(
+    asker: Asker, start: Answers, *, num_accelerators: int = 0, has_megatron: bool = False
+) -> dict[str, object] | None:
     """Asks all questions; returns the settings that differ from their defaults, or None when the user has quit.
 
     ``start`` holds the values offered instead of the defaults; ``num_accelerators`` is the number of this machine,
-    which makes a choice among several accelerators possible.
+    which makes a choice among several accelerators possible. Megatron-LM is offered with an accelerator if
+    ``has_megatron``.
     """
-    answers: dict[str, object] = {**start, _FOUND: num_accelerators}
+    answers: dict[str, object] = {**start, _FOUND: num_accelerators, _HAS_MEGATRON: has_megatron}
     for question in QUESTIONS:
         if not question.when(answers):
             continue
@@ -125,14 +160,12 @@ def ask_all(asker: Asker, start: Answers, *, num_accelerators: int = 0) -> dict[
 
 def _choose_way(asker: Asker, question: Question, answers: Answers) -> dict[str, object] | None:
     assert question.options is not None
-    options = question.options
+    options = {text: name for text, name in question.options.items() if _offers(name, answers)}
     now = next((text for text, name in options.items() if name and answers.get(name)), next(iter(options)))
     chosen = asker.choose(question.text, list(options), now)
     if chosen is None:
         return None
-    switches: dict[str, object] = {name: False for name in options.values() if name}
-    if question.name == "way":
-        switches |= _NOT_OFFERED
+    switches: dict[str, object] = {name: False for name in question.options.values() if name}
     name = options[chosen]
     return switches | ({name: True} if name else {})
 

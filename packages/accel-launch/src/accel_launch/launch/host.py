@@ -51,6 +51,13 @@ def count_accelerators() -> int:
     return _accelerators()[1]
 
 
+def has_megatron() -> bool:
+    """Whether Megatron-LM's backend and library are installed; neither is imported."""
+    return all(find_spec(name) is not None for name in ("accel_megatron", "megatron")) and (
+        find_spec("megatron.core") is not None
+    )
+
+
 def check_program(config: AccelConfig, program: Sequence[str]) -> None:
     """Refuses a program that does not exist, before any process starts.
 
