@@ -3,14 +3,20 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, tiny_mixtral, with_exact_loss
+from accel_testing.equivalence.causal_lms import (
+    VOCABULARY,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_mixtral,
+    with_exact_layers,
+    with_exact_loss,
+)
 from accel_testing.equivalence.equivalence import assert_equivalent
 from accel_testing.equivalence.program import Program
 from accel_testing.ranks.pool import RankPool
@@ -62,30 +68,6 @@ def summed_mixtral() -> Program:
     """A Mixtral with exact layers, and the sum over tokens with a label, of which batches have different numbers."""
     program = mixtral()
     return replace(program, model=with_exact_layers(program.model), loss=sum_of, weight=labelled)
-
-
-def with_exact_layers(model: nn.Module) -> nn.Module:
-    """The model with norms and routers that compute in the dtype of their input.
-
-    Those of transformers compute in float32, to which their backward rounds gradients. Gradients of losses with weights
-    are rounded at another scale than in one process, which is a difference of about 1e-8.
-    """
-    for module in model.modules():
-        for name, forward in (("RMSNorm", normed), ("TopKRouter", routed)):
-            if type(module).__name__.endswith(name):
-                module.forward = MethodType(forward, module)
-    return model
-
-
-def normed(norm: Any, hidden: Tensor) -> Tensor:
-    scaled: Tensor = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
-    return norm.weight * scaled
-
-
-def routed(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = nn.functional.linear(hidden.flatten(0, -2), router.weight)
-    values, choices = logits.softmax(-1).topk(router.top_k, dim=-1)
-    return logits, values / values.sum(-1, keepdim=True), choices
 
 
 def sum_of(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -10,13 +10,20 @@ from torch import nn
 from accel import Accelerator
 from accel_backends import PipelineParallelConfig
 from accel_state import ParallelismConfig
-from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama, tiny_mixtral, with_exact_loss
+from accel_testing.equivalence.causal_lms import (
+    VOCABULARY,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_mixtral,
+    with_exact_layers,
+    with_exact_loss,
+)
 
 LENGTH, SAMPLES, BATCH = 12, 48, 4
 
 
 def llama(*, tie: bool = False, blocks: int = 4) -> nn.Module:
-    return with_exact_loss(tiny_llama(num_hidden_layers=blocks, tie_word_embeddings=tie))
+    return with_exact_layers(with_exact_loss(tiny_llama(num_hidden_layers=blocks, tie_word_embeddings=tie)))
 
 
 def gpt2() -> nn.Module:
@@ -24,7 +31,7 @@ def gpt2() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    return with_exact_loss(tiny_mixtral(use_cache=False))
+    return with_exact_layers(with_exact_loss(tiny_mixtral(use_cache=False)))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -1,5 +1,6 @@
-"""Tiny causal language models of transformers with seeded weights, and their loss in the dtype of the logits."""
+"""Tiny causal language models of transformers with seeded weights; losses and layers in the dtype of their input."""
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -49,6 +50,32 @@ def with_exact_loss(model: Any) -> nn.Module:
     model.loss_function = next_token_loss
     exact: nn.Module = model
     return exact
+
+
+def with_exact_layers(model: nn.Module) -> nn.Module:
+    """The model with norms and routers that compute in the dtype of their input.
+
+    Those of transformers compute in float32, to which they round activations and gradients. Numbers that differ by the
+    rounding of float64 may be rounded apart, which is a difference of about 1e-9, and gradients of losses with weights
+    are rounded at another scale than in one process, which is one of about 1e-8.
+    """
+    for module in model.modules():
+        for name, forward in (("RMSNorm", _normed), ("TopKRouter", _routed)):
+            if type(module).__name__.endswith(name):
+                module.forward = MethodType(forward, module)
+    return model
+
+
+def _normed(norm: Any, hidden: Tensor) -> Tensor:
+    scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    scaled: Tensor = norm.weight * (hidden * scale)
+    return scaled
+
+
+def _routed(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = nn.functional.linear(hidden.flatten(0, -2), router.weight)
+    values, choices = logits.softmax(-1).topk(router.top_k, dim=-1)
+    return logits, values / values.sum(-1, keepdim=True), choices
 
 
 def next_token_loss(
