@@ -1,11 +1,9 @@
 """Private names of torch: what they answer, and what happens without them."""
 
-import sys
-
 import pytest
 import torch
 
-from accel_inference.private import names_device, untraced
+from accel_inference.private import names_device
 
 
 def test_arguments_that_name_a_device() -> None:
@@ -18,14 +16,3 @@ def test_arguments_that_name_a_device() -> None:
 def test_without_torchs_parser_a_move_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C._nn, "_parse_to")
     assert names_device(torch.float64)
-
-
-def test_a_function_is_called_as_it_is_whether_or_not_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    @untraced
-    def twice(number: int) -> int:
-        return 2 * number
-
-    assert twice(3) == 6
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    assert twice(3) == 6
-    assert twice.__name__ == "twice"

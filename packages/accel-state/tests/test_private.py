@@ -1,5 +1,8 @@
 """Private names of torch: their fallbacks give what the names give."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,3 +50,30 @@ def test_a_torch_without_the_default_store_is_named(monkeypatch):
 def test_a_group_without_backends_by_device_has_none():
     assert private.backends_by_device(object()) == []
     assert private.timeout_of(object()) is None
+
+
+def test_methods_are_excluded_from_tracing_and_import_no_compiler() -> None:
+    script = (
+        "import sys\nfrom accel_state.private import untraced\n"
+        "add, multiply = untraced(lambda a: a + 1), untraced(lambda a: a * 5, callees=False)\n"
+        "print(add(1), multiply(1), 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["2", "5", "False"], done.stderr
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["as it is", "without _disable_dynamo"])
+def test_a_compiled_function_calls_what_is_excluded(monkeypatch: pytest.MonkeyPatch, without: bool) -> None:
+    if without:
+        monkeypatch.delattr(torch, "_disable_dynamo")
+    traced = []
+
+    @private.untraced
+    def note(x: torch.Tensor) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    compiled = torch.compile(lambda x: note(x + 1) + 1, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [5.0, 5.0]
+    assert compiled(torch.ones(2)).tolist() == [5.0, 5.0]
+    assert traced == [False, False]

@@ -6,7 +6,7 @@ those backends compute with them.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 else:
     BatchNorm = getattr(nn.modules.batchnorm, "_BatchNorm", None) or nn.BatchNorm1d.__base__
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 _ACCUMULATED = "_post_accumulate_grad_hooks"
 #: Called in place of a unit's collective, with torch's method and that method's arguments.
 Around = Callable[..., Any]
@@ -82,16 +81,6 @@ def move_accumulation_hooks(parameter: torch.Tensor, successor: torch.Tensor) ->
 def shard_of(dtensor: Any) -> Any:
     """Returns this rank's tensor of a DTensor, ``_local_tensor``; None if it is not one, or has it elsewhere."""
     return getattr(dtensor, "_local_tensor", None)
-
-
-def untraced(method: _Method, *, callees: bool = True) -> _Method:
-    """Excludes a method from dynamo's tracing, by ``torch._disable_dynamo``; ``callees``: what it calls, too.
-
-    The public ``torch.compiler.disable``, used without it, imports the compiler here.
-    """
-    disable: Any = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-    excluded: _Method = disable(method, recursive=callees)
-    return excluded
 
 
 def loads_as_torch_does(kind: type[nn.Module]) -> bool:

@@ -1,8 +1,6 @@
 """What cannot be served is refused before the model is touched; an error in the middle leaves nothing half-loaded."""
 
-import resource
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from accel_inference.module_tensors.meta_init import init_empty_weights
 from accel_inference.weights.loading import load_checkpoint_in_model, load_weights
 from accel_inference.weights.sources import FormatWeight
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from accel_testing.faults.faults import limited_file_size
 
 X = torch.ones(2, 3)
 HALF = {"linear1": "disk", "batchnorm": "cpu", "linear2": "disk"}
@@ -24,17 +23,6 @@ HALF = {"linear1": "disk", "batchnorm": "cpu", "linear2": "disk"}
 @pytest.fixture
 def model(three_layers):
     return three_layers().eval()
-
-
-@contextmanager
-def files_of_at_most(size):
-    """Inside, a write beyond so many bytes of a file fails, as one to a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def damaged_in_the_middle(model):
@@ -79,9 +67,9 @@ def test_a_full_offload_folder_leaves_the_model_as_it_was(limit, tmp_path):
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(300 if limit > 100 else 2))).eval()
     torch.save(model.state_dict(), tmp_path / "model.bin")
     before = dict(model.named_parameters())
-    with files_of_at_most(limit), pytest.raises(CheckpointError, match="File too large"):
+    with limited_file_size(limit), pytest.raises(CheckpointError, match="File too large"):
         load_checkpoint_in_model(model, tmp_path / "model.bin", {"": "disk"}, offload_folder=tmp_path / "offload")
-    with files_of_at_most(limit), pytest.raises(CheckpointError, match="File too large"):
+    with limited_file_size(limit), pytest.raises(CheckpointError, match="File too large"):
         disk_offload(model, tmp_path / "other")
     assert all(model.get_parameter(name) is tensor for name, tensor in before.items())
     assert not any(hasattr(part, "_hf_hook") for part in model.modules())

@@ -39,21 +39,24 @@ def to_disk(folder):
     return disk_offload(build(), folder, resident_bytes=3 * SIZE)
 
 
+def counted(run, times):
+    """Memory, objects and descriptors of the process after so many runs."""
+    for _ in range(times):
+        run()
+    gc.collect()
+    return resident(), len(gc.get_objects()), descriptors()
+
+
 @pytest.mark.parametrize("offloaded", [to_cpu, to_disk])
 @torch.no_grad()
 def test_a_hundred_forwards_leave_no_memory_objects_or_descriptors(offloaded, tmp_path):
     model, x = offloaded(tmp_path), torch.ones(1, WIDTH)
-    for _ in range(10):
-        model(x)
-    gc.collect()
-    before = resident(), len(gc.get_objects()), descriptors()
-    for _ in range(100):
-        model(x)
-    gc.collect()
-    after = resident(), len(gc.get_objects()), descriptors()
-    assert after[0] - before[0] < 2 * SIZE
-    assert after[1] - before[1] < 100
-    assert after[2] <= before[2] + 1  # the reader thread may read now
+    counts = [counted(lambda: model(x), times) for times in (10, 100, 100, 100)]
+    # What a forward leaves is left in each hundred; what the allocator or another thread takes, in one of them.
+    memory, objects, opened = (min(map(int.__sub__, kind[1:], kind)) for kind in zip(*counts, strict=True))
+    assert memory < 2 * SIZE
+    assert objects < 100
+    assert opened <= 1  # the reader thread may read now
 
 
 @pytest.mark.parametrize("removed", [False, True])

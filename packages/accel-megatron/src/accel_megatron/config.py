@@ -76,34 +76,34 @@ _SCHEDULE = "the schedule is the scheduler that is given to prepare"
 _LOOP = "the loop says how long it runs; nearest: None"
 _GROUPS = "weight decays and learning rates are those of the optimizer's parameter groups"
 _LENGTHS = "sequences may have any length; nearest: None"
-UNSERVED: Mapping[str, tuple[Any, str]] = {
-    "pipeline_model_parallel_split_rank": (None, "megatron-core divides no encoder and decoder among stages"),
-    "train_iters": (None, _LOOP),
-    "train_samples": (None, _LOOP),
-    "eval_iters": (100, "the loop says how long it evaluates; nearest: 100, the default"),
-    "eval_interval": (1000, "the loop says when it evaluates; nearest: 1000, the default"),
-    "consumed_samples": (None, "loaders continue where they were: accelerator.load_state"),
-    "weight_decay_incr_style": ("constant", _GROUPS),
-    "start_weight_decay": (None, _GROUPS),
-    "end_weight_decay": (None, _GROUPS),
-    "no_wd_decay_cond": (None, _GROUPS),
-    "scale_lr_cond": (None, _GROUPS),
-    "lr_mult": (1.0, _GROUPS),
-    "lr_decay_style": ("linear", _SCHEDULE),
-    "lr_decay_iters": (None, _SCHEDULE),
-    "lr_decay_samples": (None, _SCHEDULE),
-    "lr_warmup_iters": (None, _SCHEDULE),
-    "lr_warmup_samples": (None, _SCHEDULE),
-    "lr_warmup_fraction": (None, _SCHEDULE),
-    "min_lr": (0, _SCHEDULE),
-    "seq_length": (None, _LENGTHS),
-    "encoder_seq_length": (None, _LENGTHS),
-    "decoder_seq_length": (None, _LENGTHS),
-    "tensorboard_dir": (None, "trackers log: Accelerator(log_with='tensorboard', project_dir=...)"),
-    "set_all_logging_options": (False, "trackers log what accelerator.log is given"),
-    "other_megatron_args": (None, "megatron-core has no arguments of Megatron-LM's own programs; nearest: None"),
+UNSERVED: Mapping[str, str] = {
+    "pipeline_model_parallel_split_rank": "megatron-core divides no encoder and decoder among stages",
+    "train_iters": _LOOP,
+    "train_samples": _LOOP,
+    "eval_iters": "the loop says how long it evaluates; nearest: 100, the default",
+    "eval_interval": "the loop says when it evaluates; nearest: 1000, the default",
+    "consumed_samples": "loaders continue where they were: accelerator.load_state",
+    "weight_decay_incr_style": _GROUPS,
+    "start_weight_decay": _GROUPS,
+    "end_weight_decay": _GROUPS,
+    "no_wd_decay_cond": _GROUPS,
+    "scale_lr_cond": _GROUPS,
+    "lr_mult": _GROUPS,
+    "lr_decay_style": _SCHEDULE,
+    "lr_decay_iters": _SCHEDULE,
+    "lr_decay_samples": _SCHEDULE,
+    "lr_warmup_iters": _SCHEDULE,
+    "lr_warmup_samples": _SCHEDULE,
+    "lr_warmup_fraction": _SCHEDULE,
+    "min_lr": _SCHEDULE,
+    "seq_length": _LENGTHS,
+    "encoder_seq_length": _LENGTHS,
+    "decoder_seq_length": _LENGTHS,
+    "tensorboard_dir": "trackers log: Accelerator(log_with='tensorboard', project_dir=...)",
+    "set_all_logging_options": "trackers log what accelerator.log is given",
+    "other_megatron_args": "megatron-core has no arguments of Megatron-LM's own programs; nearest: None",
 }
-"""Fields of Accelerate's plugin without a variable that have another place here: default, and that place."""
+"""Fields of Accelerate's plugin that have another place here, and that place; only their defaults are accepted."""
 
 
 @final
@@ -248,8 +248,8 @@ class MegatronConfig(BackendConfig):
         return any(one is not None for one in own)
 
     def _check_own(self) -> None:
-        for name, (default, nearest) in UNSERVED.items():
-            if getattr(self, name) != default:
+        for name, nearest in UNSERVED.items():
+            if getattr(self, name) != self.__dataclass_fields__[name].default:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: {nearest}")
         for name in (one for one in self.__dataclass_fields__ if one.startswith("custom_")):
             value = getattr(self, name)

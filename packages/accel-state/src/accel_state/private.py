@@ -3,15 +3,19 @@
 No other module of the package uses a private name of torch; CI checks that.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def default_store() -> "Store":
@@ -129,3 +133,22 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torc
         return [row.view(tensor.shape) for row, tensor in zip(rows, like, strict=True)]
     views: Sequence[torch.Tensor] = _UNFLATTEN(flat, like)
     return views
+
+
+def untraced(method: _Method, *, callees: bool = True) -> _Method:
+    """Excludes a method from dynamo's tracing, by ``torch._disable_dynamo``; ``callees``: what it calls, too.
+
+    The first call of what that returns imports the compiler, which takes seconds, and so does the public
+    ``torch.compiler.disable``, used without it. Until something else has imported the compiler, nothing is traced, and
+    the method is called as it is.
+    """
+    disable: Any = getattr(torch, "_disable_dynamo", None)
+    excluded = None if disable is None else disable(method, recursive=callees)
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return method(*args, **kwargs)
+        return (excluded or torch.compiler.disable(method, recursive=callees))(*args, **kwargs)
+
+    return cast(_Method, called)

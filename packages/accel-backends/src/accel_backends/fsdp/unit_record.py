@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from accel_backends.private import untraced
+from accel_state.private import untraced
 from accel_state.watchdog.decorator import active
 from accel_state.watchdog.operation_record import Record
 

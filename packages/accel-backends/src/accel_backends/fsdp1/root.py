@@ -5,7 +5,7 @@ from typing import Any, final
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from accel_backends.private import untraced
+from accel_state.private import untraced
 from accel_state.watchdog.decorator import active, explain
 
 

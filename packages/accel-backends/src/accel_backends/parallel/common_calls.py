@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_backends.private import untraced
+from accel_state.private import untraced
 from accel_state.watchdog.decorator import active, explain
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_backends.ops.activation_checkpointing import RECOMPUTED
 from accel_backends.parallel.capacity import Capacity, count_choices
-from accel_backends.private import untraced
 from accel_state.errors import PrepareError
+from accel_state.private import untraced
 
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 _ARGUMENTS_OF = frozenset({_ARGUMENTS, ("hidden_states", "router_indices", "routing_weights")})  # the latter: gpt-oss

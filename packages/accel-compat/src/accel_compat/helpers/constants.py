@@ -1,23 +1,9 @@
 """Constants and names of types of Accelerate that accel has no use for."""
 
-import operator
-from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
-
-STR_OPERATION_TO_FUNC: Final[MappingProxyType[str, Callable[[Any, Any], Any]]] = MappingProxyType(
-    {
-        ">": operator.gt,
-        ">=": operator.ge,
-        "==": operator.eq,
-        "!=": operator.ne,
-        "<=": operator.le,
-        "<": operator.lt,
-    }
-)
-"""Comparisons by their signs."""
 
 TENSOR_TYPE_TO_INT: Final = MappingProxyType(
     {

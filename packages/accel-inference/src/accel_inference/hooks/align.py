@@ -17,8 +17,8 @@ from accel_inference.module_tensors.access import (
 )
 from accel_inference.prefetch.prefetcher import THREADS, Prefetcher
 from accel_inference.prefetch.weights_map import OffloadedWeightsLoader, PrefixedDataset
-from accel_inference.private import untraced
 from accel_state.errors import CheckpointMismatchError
+from accel_state.private import untraced
 from accel_state.pytree.operations import find_device, send_to_device
 
 DeviceLike = int | str | torch.device

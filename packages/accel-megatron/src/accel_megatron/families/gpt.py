@@ -55,7 +55,8 @@ class GPTFamily(Family):
         """
         ids = input_ids if tokens is None else tokens
         if ids is None or (input_ids is not None and tokens is not None):
-            raise BackendError("a call takes input_ids, or tokens of Megatron-LM's data sets, and this one has not one")
+            count = "neither" if ids is None else "both"
+            raise BackendError(f"expected input_ids, or tokens of Megatron-LM's data sets; the call has {count}")
         samples, length = ids.shape
         if position_ids is None:
             position_ids = torch.arange(length, device=ids.device)

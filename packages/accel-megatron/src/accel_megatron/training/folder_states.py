@@ -158,7 +158,7 @@ def load_states(one: EngineOptimizer, states: FolderStates, loaded: Mapping[str,
     for group, values in zip(one.optimizer.param_groups, options or (), strict=options is not None):
         group.update(values)
     found: dict[str, dict[str, Any]] = {}
-    for name in one.trained:
+    for name in sorted(one.trained):
         found[name] = {state: value for state, value in loaded.get(name, {}).items() if state not in MASTERS}
         if found[name] and step is not None:
             found[name]["step"] = step.clone()

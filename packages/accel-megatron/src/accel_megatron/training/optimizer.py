@@ -316,7 +316,8 @@ class EngineOptimizer:
 
     def _take_masters(self) -> None:
         """Replaces master weights, which megatron-core makes of rounded weights, by those that the model had."""
-        own = [name for name in self.engine.kept if name in self.trained]
+        trained = self.trained
+        own = [name for name in self.engine.kept if name in trained]
         self.load_masters({name: self.engine.kept.pop(name) for name in own})
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 from packaging.version import Version as Version
 
-_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
@@ -36,15 +36,15 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
         ValueError: ``operation`` is not one of the six, or a version cannot be parsed.
         importlib.metadata.PackageNotFoundError: the library is not installed.
     """
-    if operation not in _OPERATORS:
-        raise ValueError(f"`operation` must be one of {', '.join(_OPERATORS)}; got {operation!r}")
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ValueError(f"`operation` must be one of {', '.join(STR_OPERATION_TO_FUNC)}; got {operation!r}")
     if type(library_or_version) is str:
         from importlib.metadata import version
 
         have = Version(version(library_or_version))
     else:
         have = Version(str(library_or_version))
-    return _OPERATORS[operation](have, Version(requirement_version))
+    return STR_OPERATION_TO_FUNC[operation](have, Version(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

@@ -149,7 +149,7 @@ def _blocks(model: nn.Module, calls: Mapping[nn.Module, Sequence[ModuleCall]]) -
         raise PrepareError(
             f"{type(model).__name__} cannot be split into pipeline stages, because it has no list of blocks "
             f"(nn.ModuleList) that run once each, one after the other{reasons}; nearest: the "
-            "whole model on every rank, as accelerator.prepare_model(model, evaluation_mode=True)"
+            "full model on every rank, as accelerator.prepare_model(model, evaluation_mode=True)"
         )
     return found
 

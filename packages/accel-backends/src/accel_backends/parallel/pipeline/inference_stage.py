@@ -56,7 +56,8 @@ class StageCut:
     @classmethod
     def of(cls, order: CallOrder, ranges: Sequence[range], number: int) -> Self:
         """Finds the cut of stage ``number`` of those with these blocks."""
-        needs = [_needs(order, one, list(_replaced(order, one))) for one in ranges]
+        replaced = [list(_replaced(order, one)) for one in ranges]
+        needs = [_needs(order, one, gone) for one, gone in zip(ranges, replaced, strict=True)]
 
         def sent(stage: int) -> list[Key]:
             """Outputs that have ended with a stage and are needed by a later one."""
@@ -66,8 +67,7 @@ class StageCut:
             later = {key: end for need in needs[stage + 1 :] for key, end in need.items() if end <= stop}
             return sorted(later)
 
-        one = ranges[number]
-        return cls(order, one, list(_replaced(order, one)), sent(number - 1), sent(number))
+        return cls(order, ranges[number], replaced[number], sent(number - 1), sent(number))
 
     @property
     def is_last(self) -> bool:
@@ -149,7 +149,7 @@ class InferenceStage:
         raise PrepareError(
             f"the pipeline stage of {self._model_name} that begins with {first} does not compute what the full model "
             f"computes ({problem}), because its blocks need more than outputs of modules before it; nearest: another "
-            "split point, or the whole model on every rank, as accelerator.prepare_model(model, evaluation_mode=True)"
+            "split point, or the full model on every rank, as accelerator.prepare_model(model, evaluation_mode=True)"
         )
 
     def restore(self) -> None:

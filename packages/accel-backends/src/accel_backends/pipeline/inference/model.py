@@ -75,7 +75,7 @@ class InferencePipeline:
             raise BackendError(
                 f"generate of {type(self._model).__name__} over the stages of a pipeline, which decodes with causal "
                 "language models only; nearest: model(input_ids, decoder_input_ids=...) for each token, or generate "
-                "with the whole model on one rank"
+                "with the full model on one rank"
             )
         decoding = Decoding.of(self._model, max_new_tokens, options)
         return decode_greedily(self._next_tokens, self._own_names, input_ids, attention_mask, decoding)

@@ -32,7 +32,7 @@ from accel.utils.constants import SAGEMAKER_TRANSFORMERS_VERSION as SAGEMAKER_TR
 from accel.utils.constants import SAMPLER_NAME as SAMPLER_NAME
 from accel.utils.constants import SCALER_NAME as SCALER_NAME
 from accel.utils.constants import SCHEDULER_NAME as SCHEDULER_NAME
-from accel_compat.helpers.constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
+from accel.utils.versions import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
 from accel.utils.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accel.utils.constants import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
 from accel.utils.constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
