@@ -53,9 +53,8 @@ def count_accelerators() -> int:
 
 def has_megatron() -> bool:
     """Whether Megatron-LM's backend and library are installed; neither is imported."""
-    return all(find_spec(name) is not None for name in ("accel_megatron", "megatron")) and (
-        find_spec("megatron.core") is not None
-    )
+    # A part is looked for once what it is a part of was found.
+    return all(find_spec(name) is not None for name in ("accel_megatron", "megatron", "megatron.core"))
 
 
 def check_program(config: AccelConfig, program: Sequence[str]) -> None:
