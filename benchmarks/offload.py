@@ -3,16 +3,20 @@
 The model is a row of square Linear blocks. The batch is chosen so that the plain forward takes 0.2, 1 and 3 times as
 long as reading the weights out of the page cache (``--cold`` drops them from it before each forward). ``cpu`` and
 ``disk`` are ``cpu_offload`` and ``disk_offload``, the latter with room for three blocks; the ratio is to the longer of
-the two bases in the same round. ``start`` is ``load_checkpoint_and_dispatch`` of a safetensors file against reading its
-bytes into memory that is allocated already: with a copy (``cpu``), mapped and computing once with one row (``mapped``),
-and, beside them, the same reading into new memory (``new``), whose pages the operating system clears first; the goal
-of ``start`` is for ``cpu_to_new``, the load with a copy over that. ``--peers`` adds Accelerate's functions.
+the two bases in the same round. ``beside`` is the plain forward with the same reading in another thread: a read out of
+the page cache is work of a processor, so that on two of them no forward that reads is much faster.
+
+``start`` is ``load_checkpoint_and_dispatch`` of a safetensors file against reading its bytes into memory that is
+allocated already: with a copy (``cpu``), mapped and computing once with one row (``mapped``), and, beside them, the
+same reading into new memory (``new``), whose pages the operating system clears first; the goal of ``start`` is for
+``cpu_to_new``, the load with a copy over that. ``--peers`` adds Accelerate's functions.
 """
 
 import mmap
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +89,18 @@ def dropping(files: list[Path], run: Callable[[], object], *, cold: bool) -> Cal
     return dropped
 
 
+def together(read: Callable[[], object], compute: Callable[[], object]) -> Callable[[], None]:
+    """``compute`` while another thread reads."""
+
+    def both() -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        compute()
+        thread.join()
+
+    return both
+
+
 def to_longest(times: Rounds, name: str) -> float:
     """Median over the rounds of a time over the longer of the computation's and the reading's."""
     rounds = zip(times[name], times["plain"], times["read"], strict=True)
@@ -107,6 +123,7 @@ def measure(
     variants: dict[str, Callable[[], object]] = {
         "plain": lambda: plain(x) is None,
         "read": read,
+        "beside": together(read, lambda: plain(x) is None),
         "cpu": lambda: on_cpu(x) is None,
         "disk": dropping(files, lambda: disk(x), cold=cold),
     }
@@ -178,7 +195,8 @@ def main() -> None:
     width = 256 if args.quick else 4096
     blocks = 8 if args.quick else max(2, args.mib * MIB // (width * width * 4))
     rounds = 2 if args.quick else args.rounds
-    columns = ["case", "rows", "plain_ms", "read_ms", "cpu", "disk", "blocks_extra", "mapped", "new", "cpu_to_new"]
+    columns = ["case", "rows", "plain_ms", "read_ms", "cpu", "beside", "disk", "blocks_extra"]
+    columns += ["mapped", "new", "cpu_to_new"]
     report = Report("a forward with offloaded weights, as a ratio to the longer of computing and reading", columns)
     report.columns = [*columns, *(("peer_cpu", "peer_disk") if args.peers else ())]
     for case in CASES:
