@@ -225,24 +225,27 @@ def experts_by_hand(degrees: Degrees) -> Step:
 
 
 class Half(nn.Module):
-    """One stage of a Llama: the embedding and the first blocks, or the last blocks and the head."""
+    """One stage of a Llama: its base model with the first half of the blocks, or with the last, and the head.
+
+    The model's own forward prepares masks and positions, as it does on the other side and in the cases without stages.
+    """
 
     def __init__(self, model: Any, *, first: bool) -> None:
         super().__init__()
         blocks, middle = list(model.model.layers), len(model.model.layers) // 2
-        self.embedding = model.model.embed_tokens if first else None
-        self.blocks = nn.ModuleList(blocks[:middle] if first else blocks[middle:])
-        self.rotary = model.model.rotary_emb
-        self.norm, self.head = (None, None) if first else (model.model.norm, model.lm_head)
+        self.base, self.first = model.model, first
+        self.base.layers = nn.ModuleList(blocks[:middle] if first else blocks[middle:])
+        self.base.config.num_hidden_layers = len(self.base.layers)
+        self.head = None if first else model.lm_head
+        if first:
+            self.base.norm = nn.Identity()
+        else:
+            self.base.embed_tokens = None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.embedding is not None:
-            hidden = self.embedding(hidden)
-        places = torch.arange(hidden.shape[1]).unsqueeze(0)
-        rotary = self.rotary(hidden, places)
-        for block in self.blocks:
-            hidden = block(hidden, attention_mask=None, position_ids=places, position_embeddings=rotary)
-        return hidden if self.head is None or self.norm is None else self.head(self.norm(hidden))
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        inputs = {"input_ids" if self.first else "inputs_embeds": given}
+        hidden: torch.Tensor = self.base(**inputs, use_cache=False).last_hidden_state
+        return hidden if self.head is None else self.head(hidden)
 
 
 def pipeline_by_hand(degrees: Degrees) -> Step:

@@ -1,5 +1,6 @@
 """Gradients of a batch that the schedule has computed, held until the backward of the loss says how much they count."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -7,6 +8,7 @@ from typing import Any, final
 import torch
 
 from accel_backends.ops.dtensor import local_of
+from accel_backends.private import multiply
 from accel_state.errors import BackendError
 
 
@@ -71,11 +73,9 @@ class HeldGradients:
         if self._check is not None:
             self._check(factor)
         held, self._held = self._held, None
-        factor = factor / self._scale
-        for parameter, gradient in zip(self._parameters, held, strict=True):
-            if gradient is None:
-                continue
-            _multiply(gradient, factor)
+        computed = [(one, new) for one, new in zip(self._parameters, held, strict=True) if new is not None]
+        _multiply([local_of(gradient) for _, gradient in computed], factor / self._scale)
+        for parameter, gradient in computed:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -83,13 +83,17 @@ class HeldGradients:
         self._on_added()
 
 
-def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies in place; in fp32 where the factor would be rounded to the gradient's half precision."""
-    gradient = local_of(gradient)
-    if gradient.dtype.itemsize < factor.dtype.itemsize and gradient.dtype.itemsize < 4:
-        gradient.copy_(gradient.to(factor.dtype) * factor)
-    else:
-        gradient.mul_(factor.to(gradient.dtype))
+def _multiply(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies in place; in fp32 where the factor would be rounded to a gradient's half precision."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_dtype[gradient.dtype].append(gradient)
+    for dtype, equal in by_dtype.items():
+        if dtype.itemsize >= min(factor.dtype.itemsize, 4):
+            multiply(equal, factor.to(dtype))
+            continue
+        for gradient in equal:
+            gradient.copy_(gradient.to(factor.dtype) * factor)
 
 
 class _AddHeld(torch.autograd.Function):
