@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from accel_deepspeed.library import build_operation, compiler_problem, drop_stale_lock, local_rank, own_ninja
+from accel_deepspeed.library import (
+    build_operation,
+    compiler_problem,
+    drop_stale_lock,
+    forget_module,
+    library,
+    local_rank,
+    own_ninja,
+)
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -103,3 +112,21 @@ def test_deepspeed_reads_the_index_of_the_device_as_local_rank(index: int | None
         with local_rank(session):
             assert os.environ["LOCAL_RANK"] == said
         assert os.environ["LOCAL_RANK"] == "7"
+
+
+@needs_deepspeed
+def test_a_forgotten_model_is_in_no_cache_of_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    library("cpu")
+    from deepspeed.runtime.zero.parameter_offload import PartitionedParameterCoordinator
+
+    @lru_cache
+    def cached(module: object) -> object:
+        return module
+
+    def decorated(self: object, module: object) -> object:
+        return cached(module)
+
+    cached("a layer")
+    monkeypatch.setattr(PartitionedParameterCoordinator, "releases", decorated, raising=False)
+    forget_module(object())
+    assert cached.cache_info().currsize == 0

@@ -31,7 +31,7 @@ def test_this_deepspeed_has_every_name(deepspeed):
         (deepspeed.DeepSpeedEngine, ["_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"]),
         (partition_parameters.InsertPostInitMethodToModuleSubClasses, ["_set_dtype"]),
         (groups, ["_init_tp_mesh_device", "_release_process_group_references"]),
-        (PartitionedParameterCoordinator, [private._GATHER, private._RELEASED]),
+        (PartitionedParameterCoordinator, [private._GATHER]),
         (Stage12, ["_link_all_hp_params", "_get_compact_grad_partition_slice"]),
     ]
     assert [name for owner, names in wanted for name in names if not hasattr(owner, name)] == []
@@ -80,41 +80,11 @@ def test_tensor_parallel_groups_need_the_name(deepspeed, monkeypatch):
 
 
 def test_references_may_stay(deepspeed, monkeypatch):
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.utils import groups
 
     monkeypatch.delattr(groups, "_release_process_group_references")
-    monkeypatch.delattr(PartitionedParameterCoordinator, private._RELEASED)
     private.forget_groups()
-    private.forget_released()
     assert not hasattr(groups, "_release_process_group_references")
-
-
-def test_the_cache_of_released_parameters_is_cleared(deepspeed, monkeypatch):
-    from functools import lru_cache
-
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-    @lru_cache
-    def func(module: object) -> object:
-        return module
-
-    def releasing(self: object, module: object) -> object:
-        return func(module)
-
-    func("a layer")
-    monkeypatch.setattr(PartitionedParameterCoordinator, private._RELEASED, releasing)
-    private.forget_released()
-    assert func.cache_info().currsize == 0
-
-
-def test_this_deepspeed_caches_what_it_releases_in_the_same_way(deepspeed):
-    from inspect import getclosurevars
-
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-    releasing = getattr(PartitionedParameterCoordinator, private._RELEASED)
-    assert hasattr(getclosurevars(releasing).nonlocals["func"], "cache_clear")
 
 
 def test_partitions_keep_the_dtype_that_was_given(deepspeed, monkeypatch):

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch
 
-from accel_deepspeed.private import check_names, extensions_root, forget_groups, forget_released
+from accel_deepspeed.private import check_names, extensions_root, forget_groups
 from accel_state.environment import patch_environment
 from accel_state.errors import BackendError
 
@@ -152,7 +152,15 @@ def forget_module(module: object) -> None:
     if stage3 is None:
         return
     stage3.FWD_MODULE_STACK[:] = [one for one in stage3.FWD_MODULE_STACK if one is not module]
-    forget_released()
+    _clear_caches(stage3.PartitionedParameterCoordinator)
+
+
+def _clear_caches(owner: type) -> None:
+    """Clears the caches that decorators have put around methods of a class."""
+    for method in vars(owner).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
 
 def _forget_communication() -> None:

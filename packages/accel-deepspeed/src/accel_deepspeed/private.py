@@ -9,7 +9,6 @@ are compared or listed: torch has no public name by which either costs as little
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from inspect import getclosurevars
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ VERSION = "0.19.8"
 # end; whether a backward of the engine runs.
 _ONCE, _EACH, _END = "_backward_prologue", "_backward_prologue_per_tensor", "_backward_epilogue"
 _RUNNING = "_running_engine_backward"
-# Of stage 3: the all-gather of the coordinator of parameters, and what its layers release.
+# Of stage 3: the all-gather of the coordinator of parameters.
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
-_RELEASED = "_PartitionedParameterCoordinator__params_to_release"
 
 
 def check_names(deepspeed: Any) -> None:
@@ -146,15 +144,6 @@ def forget_groups() -> None:
     forget = getattr(groups, "_release_process_group_references", None)
     if forget is not None:
         forget(None)
-
-
-def forget_released() -> None:
-    """Clears the cache with the parameters that layers of stage 3 release, which otherwise keeps models alive."""
-    stage3 = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
-    releasing = getattr(getattr(stage3, "PartitionedParameterCoordinator", None), _RELEASED, None)
-    cached: Any = getclosurevars(releasing).nonlocals.get("func") if releasing is not None else None
-    if hasattr(cached, "cache_clear"):
-        cached.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------------- ZeRO
