@@ -219,7 +219,8 @@ def experts_by_hand(degrees: Degrees) -> Step:
         experts.forward = MethodType(partial(dispatched, compute, group), experts)
         fully_shard(experts, mesh=mesh["dp"])
         experts.set_gradient_divide_factor(float(dist.get_world_size()))  # its tokens are those of all ranks
-        experts.set_force_sum_reduction_for_comms(True)  # gloo has no sum of scaled gradients
+        # gloo has no sum of scaled gradients; in a group of one rank torch divides such a sum twice.
+        experts.set_force_sum_reduction_for_comms(mesh["dp"].size() > 1)
     everyone = init_device_mesh("cpu", (dist.get_world_size(),))
     return sharded_step(model, everyone, {"input_ids": tokens, "labels": tokens})
 

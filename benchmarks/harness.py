@@ -167,8 +167,9 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, **row: Any) -> None:
-        """Adds a row; its keys are columns."""
+        """Adds a row, whose keys are columns, and prints it to stderr: a run that breaks off shows what it measured."""
         self.rows.append(row)
+        print(*(f"{key}={_text(value)}" for key, value in row.items()), file=sys.stderr, flush=True)
 
     def show(self, path: Path | None = None) -> None:
         """Prints the table; writes the rows and what they were measured with to ``path``."""

@@ -5,6 +5,8 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,16 @@ def test_a_step_that_trains_otherwise_than_by_hand_is_no_figure():
     check_equal("pp:2", {"raw": lambda: None, "accel": lambda: 1.0})  # a stage without a loss by hand
     with pytest.raises(AssertionError, match="cp:2: losses of step 1 differ"):
         check_equal("cp:2", {"raw": lambda: 1.0, "accel": lambda: 1.001})
+
+
+@pytest.mark.ranks(1, group=False)
+def test_a_run_that_breaks_off_shows_what_it_measured():
+    from benchmarks.harness import Report
+
+    report, shown = Report("title", ["case", "raw_ms"]), StringIO()
+    with redirect_stderr(shown):
+        report.add(case="ep:2", raw_ms=250.64)
+    assert shown.getvalue() == "case=ep:2 raw_ms=250.6\n"
 
 
 @pytest.mark.sampled(1)
