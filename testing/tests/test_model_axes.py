@@ -24,9 +24,9 @@ from accel_testing.ranks.pool import RankPool
 STEPS, SAMPLES, LENGTH = 4, 8, 8
 
 
-def llama(*, tied: bool = False) -> Program:
+def llama(*, tied: bool = False, kv_heads: int = 2) -> Program:
     """A tiny Llama and its own loss, with clipping that bites."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": kv_heads}
     model = with_exact_loss(tiny_llama(**sizes, tie_word_embeddings=tied, use_cache=False))
     batches = torch.randint(0, VOCABULARY, (STEPS, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     return Program(model, loss_of, list(batches), clip=0.5)
@@ -41,6 +41,11 @@ def gpt2() -> Program:
 
 def tied_llama() -> Program:
     return llama(tied=True)
+
+
+def wide_llama() -> Program:
+    """``llama`` with as many heads of keys and values as four ranks need."""
+    return llama(kv_heads=4)
 
 
 def mixtral(*, router_loss: bool = False) -> Program:
@@ -148,6 +153,25 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     ],
 )
 def test_a_model_axis_equals_one_process(rank_pool: RankPool, program: Callable[[], Program], layout: str) -> None:
+    assert_equivalent(program, [layout], pool=rank_pool)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("program", "layout"),
+    [
+        (wide_llama, "tp:4/fp64/acc=2"),
+        (gpt2, "tp:4/fp64/acc=2/weighted"),
+        pytest.param(wide_llama, "tp:4/fp32", marks=pytest.mark.slow),
+        (llama, "cp:4/fp64/acc=2"),
+        (gpt2, "cp:4/fp64/acc=2/short"),
+        (balanced_mixtral, "cp:4/fp64"),
+        pytest.param(llama, "cp:4/fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_an_axis_of_four_ranks_equals_one_process(
+    rank_pool: RankPool, program: Callable[[], Program], layout: str
+) -> None:
     assert_equivalent(program, [layout], pool=rank_pool)
 
 
@@ -264,7 +288,6 @@ def halved_gradients_of_shards() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mutation", "program", "layout", "words"),
     [
@@ -277,9 +300,11 @@ def halved_gradients_of_shards() -> Iterator[None]:
             r"(?s)at step 0:\n  the loss is .*the gradient norm .*1/2 of it",
             marks=pytest.mark.slow,
         ),
-        (heads_of_other_ranks, llama, "sp:2", r"at step 0:\n  the loss is"),
+        pytest.param(heads_of_other_ranks, llama, "sp:2", r"at step 0:\n  the loss is", marks=pytest.mark.slow),
         (router_loss_averaged_twice, balanced_mixtral, "ep:2", r"at step 0:\n  the gradient norm is"),
-        (doubled_gradient_of_experts, mixtral, "ep:2", r"at step 0:\n  the gradient norm is"),
+        pytest.param(
+            doubled_gradient_of_experts, mixtral, "ep:2", r"at step 0:\n  the gradient norm is", marks=pytest.mark.slow
+        ),
         (dropped_sum_of_tied_weight, tied_llama, "pp:2", r"at step 0:\n  the gradient norm is"),
         pytest.param(
             halved_gradients_of_shards,
