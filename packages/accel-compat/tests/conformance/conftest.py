@@ -65,15 +65,17 @@ def _figures(folder: Path, words: list[str], **variables: str) -> Figures:
 
 @pytest.fixture(scope="session")
 def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Figures]:
-    """Figures of a client with the installed Accelerate in one process, which are computed once."""
-    known: dict[tuple[str, ...], Figures] = {}
+    """Figures of a client with the installed Accelerate, in one process or in several, which are computed once."""
+    known: dict[tuple[int, tuple[str, ...]], Figures] = {}
 
-    def run(*program: str) -> Figures:
+    def run(*program: str, processes: int = 1) -> Figures:
         if INSTALLED is None:
             pytest.skip(REASON)
-        if program not in known:
+        if (processes, program) not in known:
             folder = tmp_path_factory.mktemp("accelerated")
-            known[program] = _figures(folder, list(program), ACCELERATE_USE_CPU="true")
-        return known[program]
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            words = [*(launcher if processes > 1 else ()), *program]
+            known[processes, program] = _figures(folder, words, ACCELERATE_USE_CPU="true")
+        return known[processes, program]
 
     return run

@@ -229,7 +229,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that rank 0 reads; every process receives its rows of each global batch."""
+    """A loader that rank 0 reads; every process receives its rows of each global batch.
+
+    With ``torch_device_mesh``, processes that differ along its tensor, context or sequence axes receive the same rows.
+    """
 
     def __init__(
         self,
@@ -255,20 +258,28 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
         self.iteration = iteration
 
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Number of parts of a global batch, and which of them this process receives."""
+        if self.torch_device_mesh is not None:
+            return mesh_ranks(self.torch_device_mesh)
+        return self.state.num_processes, self.state.process_index
+
     def _read(self, batches: Any) -> Any:
         """One global batch, which rank 0 reads; None at the end. All processes receive its structure."""
         state = self.state
         facts: list[Any] = [None, True]
         batch = None
         if state.process_index == 0:
+            wanted = 1 if self.split_batches else self._place[0]
             held: list[Any] = []
-            for _ in range(1 if self.split_batches else state.num_processes):
+            while len(held) < wanted:
                 self._update_state_dict()
                 one = next(batches, None)
                 if one is None:
                     break
                 held.append(one)
-            if held:
+            if len(held) == wanted or (held and not self._drop_last):
                 try:
                     batch = held[0] if len(held) == 1 else concatenate(held, dim=0)
                 except RuntimeError as error:
@@ -290,7 +301,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         self.set_epoch(self.iteration)
         batches = iter(self.base_dataloader) if self.state.process_index == 0 else None
-        count = self.state.num_processes
+        count, place = self._place
         current = self._read(batches)
         first = None
         index = 0
@@ -301,20 +312,16 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 raise ValueError("a batch without tensors cannot be dispatched to the processes")
             observed, part = size, size // count
             if first is None:
-                first = self.slice_fn(
-                    current, slice(0, count), process_index=self.state.process_index, num_processes=count
-                )
+                first = self.slice_fn(current, slice(0, count), process_index=place, num_processes=count)
             if following is None:
                 self.end_of_dataloader = True
                 self._update_state_dict()
                 self.remainder = observed
-                if size % count != 0 and self._drop_last:
-                    break
                 if size % count != 0:
                     current = concatenate([current, first], dim=0)
                     part += 1
-            mine = slice(self.state.process_index * part, (self.state.process_index + 1) * part)
-            rows = self.slice_fn(current, mine, process_index=self.state.process_index, num_processes=count)
+            mine = slice(place * part, (place + 1) * part)
+            rows = self.slice_fn(current, mine, process_index=place, num_processes=count)
             if index >= self.skip_batches:
                 yield rows
             index += 1
@@ -335,14 +342,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         length = len(self.base_dataloader)
         if self.split_batches:
             return length
-        count = self.state.num_processes
+        count, _ = self._place
         return length // count if self._drop_last else -(-length // count)
 
     @property
     def total_batch_size(self) -> int:
         """Samples of a batch over all processes."""
         size = self.dataset.batch_size if hasattr(self.dataset, "batch_size") else self.base_dataloader.batch_size
-        return int(size if self.split_batches else size * self.state.num_processes)
+        return int(size if self.split_batches else size * self._place[0])
 
     @property
     def total_dataset_length(self) -> int:

@@ -68,7 +68,8 @@ def prepare_data_loader(  # noqa: PLR0913  (the signature that users know)
     if split_batches:
         _check_divisible(dataloader, num_processes)
     batched_by_sampler = isinstance(dataloader.sampler, BatchSampler)
-    generator = _seed_order(dataloader, num_processes, seedable=use_seedable_sampler, seed=data_seed)
+    readers = 1 if dispatch_batches else num_processes
+    generator = _seed_order(dataloader, readers, seedable=use_seedable_sampler, seed=data_seed)
     dataset, sampler = dataloader.dataset, dataloader.sampler if batched_by_sampler else dataloader.batch_sampler
     if num_processes != 1 and not dispatch_batches:
         if isinstance(dataset, IterableDataset):
@@ -81,10 +82,7 @@ def prepare_data_loader(  # noqa: PLR0913  (the signature that users know)
         sampler = None
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if str(kind) != "generator"]
-    kwargs = carried(dataloader)
-    if generator is not None and not isinstance(dataset, IterableDataset):
-        kwargs["generator"] = generator
-    kwargs |= _batching(dataloader, dataset, sampler, by_sampler=batched_by_sampler)
+    kwargs = carried(dataloader) | _batching(dataloader, dataset, sampler, by_sampler=batched_by_sampler)
     if isinstance(dataset, CompatIterableShard) and not dispatch_batches and dataloader.batch_size is not None:
         parts = num_processes if split_batches else 1
         kwargs["batch_size"] = max(1, dataloader.batch_size // parts)
@@ -126,17 +124,17 @@ def _check_divisible(dataloader: Any, num_processes: int) -> None:
             "`dataloader` or `dataloader.batch_sampler` objects, and it has to return a natural number. Your "
             "`dataloader.batch_size` is None and `dataloader.batch_sampler` has no `batch_size` attribute."
         )
-    if size > 1 and size % num_processes != 0:
+    if size % num_processes != 0:
         raise ValueError(
             f"To use a `DataLoader` in `split_batches` mode, the batch size ({size}) needs to be a round multiple of "
             f"the number of processes ({num_processes})."
         )
 
 
-def _seed_order(dataloader: Any, num_processes: int, *, seedable: bool, seed: int | None) -> Any:
-    """Makes the order alike on all processes, and returns the generator that decides it, if there is one."""
+def _seed_order(dataloader: Any, readers: int, *, seedable: bool, seed: int | None) -> Any:
+    """Makes the order alike on all processes that read, and returns the generator that decides it, if there is one."""
     if isinstance(dataloader.dataset, IterableDataset):
-        return getattr(dataloader.dataset, "generator", None) if num_processes != 1 else None
+        return getattr(dataloader.dataset, "generator", None) if readers != 1 else None
     sampler = get_sampler(dataloader)
     if isinstance(sampler, RandomSampler) and seedable:
         sampler = SeedableRandomSampler(
@@ -147,12 +145,12 @@ def _seed_order(dataloader: Any, num_processes: int, *, seedable: bool, seed: in
             data_seed=seed,
         )
         set_sampler(dataloader, sampler)
-    if isinstance(sampler, RandomSampler) and num_processes > 1:
-        if getattr(sampler, "generator", None) is None:
-            sampler.generator = torch.Generator(device=torch.get_default_device())
-            sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        return sampler.generator
-    return getattr(sampler, "generator", None) if num_processes != 1 else None
+    if readers == 1 or not hasattr(sampler, "generator"):
+        return None
+    if sampler.generator is None:
+        sampler.generator = torch.Generator(device=torch.get_default_device())
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return sampler.generator
 
 
 def _is_shardable(dataset: Any, num_processes: int) -> bool:

@@ -1,0 +1,86 @@
+"""Loaders of one process among several: their orders, and settings that would lose rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from accel_testing.ranks.pool import RankPool
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+
+def read(rank: int, loader: DataLoader[Any], **options: Any) -> list[list[int]]:
+    from accelerate.data_loader import prepare_data_loader
+
+    return [batch.tolist() for batch in prepare_data_loader(loader, num_processes=2, process_index=rank, **options)]
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, WeightedRandomSampler])
+def test_several_processes_read_in_the_order_of_the_samplers_generator(kind: type) -> None:
+    def sampler() -> Any:
+        generator = torch.Generator().manual_seed(3)
+        given = (range(16),) if kind is RandomSampler else ([1.0] * 16, 16)
+        return kind(*given, generator=generator)
+
+    order = list(sampler())
+    ranks = [read(rank, DataLoader(range(16), 2, sampler=sampler())) for rank in (0, 1)]  # type: ignore[arg-type]
+    assert [one for pair in zip(*ranks, strict=True) for batch in pair for one in batch] == order
+
+
+def test_draws_without_a_generator_are_shared_by_one() -> None:
+    from accelerate.data_loader import prepare_data_loader
+
+    loader = DataLoader(range(16), 2, sampler=WeightedRandomSampler([1.0] * 16, 16))  # type: ignore[arg-type]
+    prepared = prepare_data_loader(loader, num_processes=2, process_index=0, rng_types=["generator"])
+    assert prepared.synchronized_generator is loader.sampler.generator is not None
+    assert prepared.rng_types == ["generator"]
+
+
+@pytest.mark.parametrize("data", [range(8), Stream(8)], ids=["map", "stream"])
+def test_a_batch_of_one_sample_is_not_split(data: Any) -> None:
+    with pytest.raises(ValueError, match=r"batch size \(1\) needs to be a round multiple of the number of processes"):
+        read(0, DataLoader(data, 1), split_batches=True)
+
+
+def dispatched(*, drop_last: bool, tensor_parallel: bool) -> tuple[list[list[int]], int]:
+    from accel_compat import install, uninstall
+    from accel_compat.state.accelerator_state import SharedAcceleratorState
+
+    install()
+    try:
+        from accelerate import Accelerator
+        from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
+
+        accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
+            parallelism_config=ParallelismConfig(tp_size=2) if tensor_parallel else None,
+        )
+        loader = accelerator.prepare(DataLoader(range(7), 2, drop_last=drop_last))  # type: ignore[arg-type]
+        return [batch.tolist() for batch in loader], len(loader)
+    finally:
+        SharedAcceleratorState._reset_state(reset_partial_state=True)
+        uninstall()
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "expected"), [(True, [[[0, 1]], [[2, 3]]]), (False, [[[0, 1], [4, 5]], [[2, 3], [6, 0]]])]
+)
+def test_a_dispatched_batch_that_is_not_full_is_dropped_or_filled(
+    rank_pool: RankPool, drop_last: bool, expected: list[list[list[int]]]
+) -> None:
+    found = rank_pool.run(dispatched, drop_last=drop_last, tensor_parallel=False, ranks=2)
+    assert found == [(batches, len(batches)) for batches in expected]
+
+
+def test_tensor_parallel_processes_are_dispatched_the_same_rows(rank_pool: RankPool) -> None:
+    found = rank_pool.run(dispatched, drop_last=True, tensor_parallel=True, ranks=2)
+    assert found == [([[0, 1], [2, 3], [4, 5]], 3)] * 2
