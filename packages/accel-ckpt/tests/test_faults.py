@@ -280,6 +280,13 @@ def test_a_target_that_is_read_only_is_a_clear_error(small_disk: Path) -> None:
     assert check(latest) == 0
 
 
+def test_a_target_that_is_a_mount_point_is_refused_before_anything_is_written(small_disk: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is a mount point.* give a folder in it: .*/checkpoint"):
+        accel_ckpt.save(small_disk, state(1))
+    assert [name for name in os.listdir(small_disk.parent) if name.startswith(f".{small_disk.name}.")] == []
+    accel_ckpt.save(small_disk / "checkpoint", state(1))
+
+
 def test_clocks_that_differ_change_neither_order_nor_what_is_swept(tmp_path: Path) -> None:
     series = CheckpointDirectory(tmp_path)
     for number in range(3):

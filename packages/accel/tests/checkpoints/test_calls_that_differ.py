@@ -99,6 +99,10 @@ CALLS: dict[str, tuple[Callable[[Accelerator, Path, bool], object], str]] = {
         lambda accelerator, folder, differs: accelerator.save_state(7 if differs else folder),
         "7 is of type int; expected a folder as text or as a path",
     ),
+    "an empty place to save": (
+        lambda accelerator, folder, differs: accelerator.save_state("" if differs else folder),
+        "'' names no folder; expected one as text or as a path",
+    ),
     "a place to load": (
         lambda accelerator, folder, differs: accelerator.load_state(bytes(folder) if differs else folder),
         "expected a folder as text or as a path; nearest: '/",
@@ -156,3 +160,22 @@ def test_a_place_that_is_no_path_is_refused_by_name(place: Any) -> None:
     for name in ("project_dir", "logging_dir"):
         with pytest.raises(ConfigError, match=f"{name}: .*nearest"):
             ProjectConfiguration(**{name: place})
+
+
+def test_no_place_and_the_working_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save replaces its target, so the process, and all that it opens later by a relative path, would be nowhere."""
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "runs" / "a")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    for call in (accelerator.save_state, accelerator.load_state, lambda place: accelerator.save_model(model, place)):
+        with pytest.raises(CheckpointError, match="'' names no folder; expected one"):
+            call("")
+    for place in (".", "..", tmp_path / "runs", Path.cwd()):
+        with pytest.raises(
+            CheckpointError, match=r"working directory, or holds it.* give a folder in it: .*/checkpoint"
+        ):
+            accelerator.save_state(place)
+    assert list(Path.cwd().iterdir()) == []
+    accelerator.save_state("checkpoint")
+    accelerator.load_state("checkpoint")

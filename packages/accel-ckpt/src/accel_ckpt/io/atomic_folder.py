@@ -178,6 +178,9 @@ def _files_and_links(entry: Path) -> Iterator[Path]:
 def check_replaceable(target: Path, *, overwrite: bool) -> None:
     """Raises unless ``target`` is absent, an empty folder, or a checkpoint that may be overwritten.
 
+    The working directory is neither, because this process would be in a removed folder after it was replaced. A mount
+    point cannot be renamed.
+
     Raises:
         CheckpointError: names the object at ``target``.
     """
@@ -185,11 +188,27 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: a {'link' if target.is_symlink() else 'file'} is there; give another place")
     if not target.exists():
         return
+    if (fixed := _why_fixed(target)) is not None:
+        raise CheckpointError(
+            f"{target} is {fixed}, and a save replaces its target by a rename; give a folder in it: "
+            f"{target / 'checkpoint'}"
+        )
     if (target / MANIFEST).exists():
         if not overwrite:
             raise CheckpointError(f"{target}: a checkpoint is there already; give another place or overwrite=True")
     elif any(target.iterdir()):
         raise CheckpointError(f"{target}: a folder with other files is there; a checkpoint needs a place of its own")
+
+
+def _why_fixed(folder: Path) -> str | None:
+    """Why an existing folder cannot be replaced by another; None: it can."""
+    if folder.is_mount():
+        return "a mount point"
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return None
+    return "the working directory, or holds it" if here.is_relative_to(folder.resolve()) else None
 
 
 def sweep(folder: Path, grace: float = YOUNG, *, only: str | None = None) -> list[Path]:

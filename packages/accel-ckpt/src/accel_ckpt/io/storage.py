@@ -57,8 +57,8 @@ def locate(place: str | os.PathLike[str], *, base: Path | None = None) -> Locati
     A relative path is below ``base``; None: the working directory.
 
     Raises:
-        CheckpointError: ``place`` is none of them, holds a NUL character, or was a URL and became a path before, which
-            drops one of its slashes.
+        CheckpointError: ``place`` is none of them, is empty, holds a NUL character, or was a URL and became a path
+            before, which drops one of its slashes.
     """
     if isinstance(place, Url):
         return place
@@ -81,6 +81,8 @@ def _text(place: object) -> str:
             f"{place!r} is of type {type(place).__name__}; expected a folder as text or as a path; nearest: "
             f"{str(place)!r}"
         )
+    if not text:
+        raise CheckpointError(f"{place!r} names no folder; expected one as text or as a path, like './checkpoint'")
     if "\0" in text:
         raise CheckpointError(
             f"{text!r} holds the character NUL, which no path has; nearest: {text.replace(chr(0), '')!r}"

@@ -75,7 +75,7 @@ class ProjectConfiguration:
 
         for name, place in (("project_dir", project_dir), ("logging_dir", self.logging_dir)):
             try:
-                _ = place is None or locate(place)
+                _ = place in (None, "") or locate(place)
             except CheckpointError as error:
                 raise ConfigError(f"{name}: {error}") from error
         self.project_dir = project_dir
@@ -136,7 +136,7 @@ class ProjectCheckpoints:
         from accel_ckpt.io.storage import locate
 
         retention = keep_for_run(last=project.total_limit, best=self.best)
-        folder = locate(project.project_dir, base=self._working_directory) / FOLDER
+        folder = locate(project.project_dir or ".", base=self._working_directory) / FOLDER
         return CheckpointDirectory(folder, retention=retention, group=self.ranks())
 
     def next(

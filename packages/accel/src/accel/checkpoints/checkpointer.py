@@ -133,6 +133,7 @@ class Checkpointer:
             notes = SaveMetrics({} if metadata is None else metadata, metrics, self._places.best)
             alone = bool(self._missing())
             if alone and not self._strategy.session.is_main_process:
+                self._check_place(output_dir)
                 location = self._where_others_save(output_dir)
                 tell(location)
                 return location
