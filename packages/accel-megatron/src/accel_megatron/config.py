@@ -101,6 +101,12 @@ UNSERVED: Mapping[str, str] = {
     "decoder_seq_length": _LENGTHS,
     "tensorboard_dir": "trackers log: Accelerator(log_with='tensorboard', project_dir=...)",
     "set_all_logging_options": "trackers log what accelerator.log is given",
+    "is_train_batch_min": "each call splits its own batch into num_micro_batches, so batches may differ; nearest: True",
+    "return_logits": "calls in evaluation return logits, those in training a loss alone; nearest: False, the default",
+    "megatron_dataset_flag": (
+        "a GPT knows batches of Megatron-LM's data sets by their keywords (tokens, loss_mask), and other models take "
+        "them with a custom_get_batch_function; nearest: False"
+    ),
     "other_megatron_args": "megatron-core has no arguments of Megatron-LM's own programs; nearest: None",
 }
 """Fields of Accelerate's plugin that have another place here, and that place; only their defaults are accepted."""
@@ -132,11 +138,8 @@ class MegatronConfig(BackendConfig):
         expert_model_parallel_size: ranks over which the experts of a layer are divided; may be given as
             ``ParallelismConfig.ep_size`` instead.
         use_rotary_position_embeddings: must be what the model has; None: is.
-        is_train_batch_min: accepted and ignored; batches may have any size that divides into micro-batches.
         num_layers_per_virtual_pipeline_stage: interleaved schedules are refused: megatron-core 0.16.1 computed wrong
             gradients with two stages (norms of 4, 17 and 54 instead of 1.8, 3.3 and 2.8).
-        return_logits: accepted; evaluation returns logits, and training never does.
-        megatron_dataset_flag: accepted; batches of Megatron-LM's data sets are known by their names.
         custom_train_step_class: class of a forward step of the user's own, built with ``TrainStepArguments``.
         custom_train_step_kwargs: further arguments of that class.
         custom_get_batch_function: takes the micro-batches, and returns what the forward step of the family unpacks.
@@ -186,9 +189,6 @@ class MegatronConfig(BackendConfig):
     expert_tensor_parallel_size: Any = None
     context_parallel_size: Any = None
     num_layers_per_virtual_pipeline_stage: int | None = None
-    is_train_batch_min: bool = True
-    return_logits: bool = False
-    megatron_dataset_flag: bool = False
     custom_train_step_class: Callable[..., Any] | None = None
     custom_train_step_kwargs: Mapping[str, Any] | None = None
     custom_get_batch_function: Callable[..., Any] | None = None
@@ -215,6 +215,9 @@ class MegatronConfig(BackendConfig):
     lr_warmup_samples: Any = None
     lr_warmup_fraction: Any = None
     min_lr: Any = 0
+    is_train_batch_min: Any = True
+    return_logits: Any = False
+    megatron_dataset_flag: Any = False
     seq_length: Any = None
     encoder_seq_length: Any = None
     decoder_seq_length: Any = None
