@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_backends import Bundle, FSDPBackend, FSDPConfig, Run
+from accel_backends.fsdp.float8 import ByteGather, follow
 from accel_precision import AORecipeKwargs, PrecisionPolicy
 from accel_state import Session
 
@@ -40,6 +41,46 @@ class Net(nn.Module):
             x = block(x)
         result: torch.Tensor = self.last(x)
         return result
+
+
+class Following:
+    """A converter whose scales need nothing."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def follow(self, model: nn.Module) -> "Following":
+        return self
+
+    def renew(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class Unit(nn.Module):
+    """A unit that remembers the all-gather it was given."""
+
+    gather: object = None
+
+    def set_custom_all_gather(self, gather: object) -> None:
+        self.gather = gather
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "by_bytes"),
+    [
+        ("gloo", "cpu", True),
+        ("gloo", "cuda", True),
+        ("cpu:gloo,cuda:nccl", "cpu", True),
+        ("cpu:gloo,cuda:nccl", "cuda", False),
+        ("nccl", "cuda", False),
+        ("cpu:gloo,xpu:xccl", "xpu", False),
+    ],
+)
+def test_bytes_are_gathered_only_where_gloo_serves_the_device(backend: str, device: str, by_bytes: bool) -> None:
+    root, unit, converter = Unit(), Unit(), Following()
+    assert follow(root, [unit], converter, collective_backend=backend, device_type=device) is converter
+    assert [isinstance(one.gather, ByteGather) for one in (root, unit)] == [by_bytes] * 2
 
 
 def prepared(gather: bool | None = None, **options: Any) -> tuple[FSDPBackend, nn.Module, torch.optim.Optimizer]:

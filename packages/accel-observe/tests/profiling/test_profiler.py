@@ -1,6 +1,7 @@
 """Profiles: options, merged traces, and the rows of the busiest operators."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,21 @@ def test_traces_are_laid_on_one_time_axis(tmp_path: Path) -> None:
     first, second = json.loads(merged.read_text())["traceEvents"]
     assert (first["ts"], second["ts"]) == (5.0, 2005.0)
     assert (first["pid"], second["pid"]) == ("rank 0: 7", "rank 1: 7")
+
+
+def test_merging_takes_the_memory_of_one_trace(tmp_path: Path) -> None:
+    for rank in range(4):
+        events = [{"ph": "X", "pid": rank, "ts": float(n), "name": f"operator {rank} {n}"} for n in range(2000)]
+        (tmp_path / f"{rank}.json").write_text(json.dumps({"traceEvents": events}))
+
+    def peak(ranks: int) -> int:
+        tracemalloc.start()
+        merge_traces([(rank, tmp_path / f"{rank}.json") for rank in range(ranks)], tmp_path / "all.json")
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert peak(4) < 1.2 * peak(1)
 
 
 def test_wrong_profiles_are_refused() -> None:

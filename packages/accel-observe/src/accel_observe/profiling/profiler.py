@@ -165,6 +165,7 @@ def merge_traces(traces: Iterable[tuple[int, Path]], target: Path) -> Path:
             for event in events:
                 file.write(between + json.dumps(_of_rank(event, rank, shift)))
                 between = ", "
+            del trace, events  # otherwise they would be in memory while the next trace is read
         file.write("]")
         for name, value in (kept or {}).items():
             file.write(f", {json.dumps(name)}: {json.dumps(value)}")
