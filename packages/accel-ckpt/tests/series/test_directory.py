@@ -222,3 +222,23 @@ def test_a_name_that_is_taken_by_something_else_is_passed_over(tmp_path: Path, t
     taken = tmp_path / "series/checkpoint_1"
     taken.write_text("mine") if thing == "file" else taken.symlink_to(tmp_path / "nowhere")
     assert series.save({"a": {"x": torch.ones(2)}}).path.name == "checkpoint_2"
+
+
+def test_links_that_lead_nowhere_and_other_files_are_no_checkpoints(tmp_path: Path) -> None:
+    """They take their numbers, and neither a save nor a resume fails because of them."""
+    (tmp_path / "checkpoint_5").symlink_to("checkpoint_5")
+    (tmp_path / "checkpoint_6").symlink_to(tmp_path / "absent")
+    os.mkfifo(tmp_path / "checkpoint_7")
+    (tmp_path / "checkpoint_8").write_text("")
+    (tmp_path / os.fsdecode(b"checkpoint_\xe9")).write_text("")
+    series = CheckpointDirectory(tmp_path, retention=keep_last(1))
+    assert series.is_empty()
+    assert series.latest() is None
+    for number in (9, 10):
+        assert series.save({"n": number}).path == tmp_path / f"checkpoint_{number}"
+    latest = series.latest()
+    assert latest is not None
+    assert latest.read("n") == 10
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint at|is no folder"):
+        accel_ckpt.open_checkpoint(tmp_path / "checkpoint_5")
+    assert CheckpointDirectory(tmp_path / "checkpoint_5").is_empty()

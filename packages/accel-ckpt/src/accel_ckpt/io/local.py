@@ -1,5 +1,6 @@
 """Checkpoints in folders of a file system that all ranks see; a rename commits a folder."""
 
+import errno
 import os
 import stat
 from collections.abc import Mapping
@@ -27,9 +28,11 @@ class LocalStorage(Storage):
         try:
             with os.scandir(_path(folder)) as entries:
                 return {entry.name: _size(entry) for entry in entries}
-        except NotADirectoryError as error:
-            raise FileNotFoundError(f"{folder} is no folder") from error
-        except PermissionError as error:
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a link to itself is no folder
+                raise FileNotFoundError(f"{folder} is no folder") from error
             raise CheckpointError(f"{folder}: {error.strerror}") from error
 
     def open(self, file: Location) -> FileSource:

@@ -57,8 +57,8 @@ def locate(place: str | os.PathLike[str], *, base: Path | None = None) -> Locati
     A relative path is below ``base``; None: the working directory.
 
     Raises:
-        CheckpointError: ``place`` is none of them, is empty, holds a NUL character, or was a URL and became a path
-            before, which drops one of its slashes.
+        CheckpointError: ``place`` is none of them, is empty, holds a NUL character or one without an encoding, or
+            was a URL and became a path before, which drops one of its slashes.
     """
     if isinstance(place, Url):
         return place
@@ -87,6 +87,10 @@ def _text(place: object) -> str:
         raise CheckpointError(
             f"{text!r} holds the character NUL, which no path has; nearest: {text.replace(chr(0), '')!r}"
         )
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{text!r} holds a character that no path has: {error.reason}") from error
     return text
 
 
