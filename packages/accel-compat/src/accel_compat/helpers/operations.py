@@ -6,6 +6,7 @@ from typing import Any
 
 from accel_compat.state.process_state import SharedPartialState
 from accel_state.collectives import tensors
+from accel_state.enums import DistributedType
 from accel_state.errors import CollectiveMismatchError
 from accel_state.pytree.operations import find_device, get_shape
 
@@ -57,8 +58,9 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 @_verified
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduces every tensor over the processes."""
-    return tensors.reduce(tensor, reduction, scale, verify=False)
+    """Reduces every tensor over the processes; ``"none"`` is the sum, and ``scale`` counts on XLA devices only."""
+    on_xla = SharedPartialState().distributed_type == DistributedType.XLA
+    return tensors.reduce(tensor, "sum" if reduction == "none" else reduction, scale if on_xla else 1.0, verify=False)
 
 
 def gather_object(object: Any) -> Any:
