@@ -92,6 +92,51 @@ def test_adapters_of_two_ranks_learn_the_same(rank: int, kind: str) -> None:
     assert torch.equal(*found.adapters)
 
 
+def in_4_bits(rows: int, *, seed: int, nested: bool = False) -> nn.Module:
+    """One layer in 4 bits; as many numbers whatever the rows."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(seed)
+    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="fp32", bnb_4bit_use_double_quant=nested)
+    layer = nn.Linear(4096 // rows, rows, bias=False)
+    layer.weight.data *= 1 + seed  # which gives the scales an offset with other digits
+    return load_and_quantize_model(nn.Sequential(layer), config)
+
+
+def test_a_base_with_nested_scales_resumes_whatever_the_digits_of_its_offset(tmp_path: Path) -> None:
+    states = [in_4_bits(64, seed=seed, nested=True) for seed in range(12)]
+    lengths = [state.state_dict()["0.weight.quant_state.bitsandbytes__fp4"].numel() for state in states]
+    assert len(set(lengths)) > 1, "the seeds must give descriptions of several lengths"
+    first, other = states[lengths.index(min(lengths))], states[lengths.index(max(lengths))]
+    x = torch.randn(4, 64)
+    accelerator, resumed = Accelerator(cpu=True), Accelerator(cpu=True)
+    saved, loaded = accelerator.prepare_model(first), resumed.prepare_model(other)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.save_model(saved, tmp_path / "export")
+    assert not loaded(x).equal(saved(x))
+    resumed.load_state(tmp_path / "state")
+    assert loaded(x).equal(saved(x))
+    again = Accelerator(cpu=True)
+    exported = again.prepare_model(in_4_bits(64, seed=20, nested=True))
+    again.load_model(exported, tmp_path / "export")
+    assert exported(x).equal(saved(x))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_base_of_another_shape_with_as_many_bytes_is_refused_before_anything_is_loaded(
+    nested: bool, tmp_path: Path
+) -> None:
+    accelerator, other = Accelerator(cpu=True), Accelerator(cpu=True)
+    accelerator.prepare_model(in_4_bits(32, seed=0, nested=nested))
+    accelerator.save_state(tmp_path / "state")
+    model = other.prepare_model(in_4_bits(128, seed=1, nested=nested))
+    x = torch.randn(4, 32)
+    before = model(x)
+    said = r"0\.weight\.quant_state\.bitsandbytes__fp4 is about a weight of shape \(32, 128\).* and about .*\(128, 32\)"
+    with pytest.raises(CheckpointMismatchError, match=said):
+        other.load_state(tmp_path / "state")
+    assert model(x).equal(before)
+
+
 def of_torchao(seed: int, **options: Any) -> nn.Module:
     pytest.importorskip("torchao")
     torch.manual_seed(seed)

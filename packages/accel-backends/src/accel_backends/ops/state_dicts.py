@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from accel_backends.ops.fqn import few, first_names, innermost, named_parameters, raw_prefixes
 from accel_backends.private import is_of_fsdp2, loads_as_torch_does, saves_as_torch_does, shard_of
 from accel_state.errors import CheckpointMismatchError, PrepareError
+from accel_state.pytree.saved_shapes import shape_text, shapes_differ
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
@@ -83,9 +83,9 @@ def load_model_state(
             differences(f"state of another {type(model).__name__}", missing, unexpected, list(aliases))
         )
     misshapen = [
-        f"{name} is {tuple(given[name].shape)} here and {tuple(value.shape)} in the model"
+        f"{name} is {shape_text(name, given[name])} here and {shape_text(name, value)} in the model"
         for raw, name in wanted.items()
-        if name in given and shapes_differ(value := own[raw], given[name])
+        if name in given and shapes_differ(name, value := own[raw], given[name])
     ]
     if misshapen:
         raise CheckpointMismatchError(f"state of another {type(model).__name__}: {few(misshapen)}")
@@ -361,13 +361,6 @@ def _plain_name(raw: str, prefixes: Mapping[str, str]) -> str:
     """Removes wrapper prefixes from a name; an ``_extra_state`` is named after the module that holds it."""
     prefix, dot, leaf = raw.rpartition(".")
     return prefixes.get(prefix + dot, prefix + dot) + leaf
-
-
-def shapes_differ(own: Any, given: Any) -> bool:
-    """Whether a value is no tensor of the shape of ``own``; false if ``own`` has no shape yet."""
-    if not isinstance(own, torch.Tensor) or is_lazy(own):
-        return False
-    return not isinstance(given, torch.Tensor) or own.shape != given.shape
 
 
 def differences(head: str, missing: Sequence[str], unexpected: Sequence[str], known: Sequence[str]) -> str:

@@ -12,20 +12,7 @@ import torch
 
 from accel_backends.ops.fqn import few
 from accel_state.errors import CheckpointMismatchError
-from accel_state.pytree.composite import is_composite
-
-
-def inner_tensors(tensor: object) -> dict[str, torch.Tensor]:
-    """The tensors that a tensor consists of, by attribute, and those that these consist of; empty for other tensors."""
-    if not is_composite(tensor) or tensor.is_nested:
-        return {}
-    names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    found: dict[str, torch.Tensor] = {}
-    for name in names:
-        value = getattr(tensor, name)
-        inner = inner_tensors(value)
-        found |= {f"{name}.{attribute}": one for attribute, one in inner.items()} if inner else {name: value}
-    return found
+from accel_state.pytree.composite import inner_tensors
 
 
 def with_inner_tensors(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,10 @@ class ModelState:
         self.backend.states.load_model(self.model, state, strict=strict)
 
     def check(self, name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> PartReport:
-        """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now."""
+        """Raises CheckpointMismatchError unless ``saved``, tensors without values, fits ``own``, the state now.
+
+        Of tensors that ``is_packed`` names the values are compared, where ``saved`` has them.
+        """
         others = self.backend.states.elsewhere(self.model)
         here = {key: value for key, value in saved.items() if key not in others}
         aliases = inner_aliases(own, names_stored(self.model))

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from accel_backends.ops.fqn import few
-from accel_backends.ops.state_dicts import ASIDE, GROUPS, PARAMS, STATE, differences, shapes_differ
+from accel_backends.ops.state_dicts import ASIDE, GROUPS, PARAMS, STATE, differences
 from accel_state.errors import CheckpointMismatchError
+from accel_state.pytree.saved_shapes import shape_text, shapes_differ
 
 
 @final
@@ -30,6 +31,8 @@ def check_model(
 ) -> PartReport:
     """Refuses a saved model state that does not fit the model; ``aliases`` maps tied names to the name in ``own``.
 
+    ``saved`` has tensors without values, but for those that ``is_packed`` names.
+
     Raises:
         CheckpointMismatchError: parameters are missing or unknown (``strict``), or have other shapes.
     """
@@ -39,9 +42,9 @@ def check_model(
     if strict and (missing or unknown):
         raise CheckpointMismatchError(differences(_of_another_model(name), missing, unknown, list(own)))
     misshapen = [
-        f"{key} is {tuple(given[key].shape)} there and {tuple(value.shape)} here"
+        f"{key} is {shape_text(key, given[key])} there and {shape_text(key, value)} here"
         for key, value in own.items()
-        if key in given and shapes_differ(value, given[key])
+        if key in given and shapes_differ(key, value, given[key])
     ]
     if misshapen:
         raise CheckpointMismatchError(f"{_of_another_model(name)}: {few(misshapen)}")

@@ -259,9 +259,14 @@ class Checkpoint:
 
         return decode(self._tree(TREE, name), known)
 
-    def facts(self, name: str) -> Tree:
-        """Returns the tree ``name`` with tensors on the meta device, i.e. shapes and dtypes; reads JSON only."""
-        return decode(self._tree(TREE, name), lambda key, path: self._entry_facts(key))
+    def facts(self, name: str, *, read: Callable[[TreePath], bool] = lambda path: False) -> Tree:
+        """Returns the tree ``name`` with tensors on the meta device, i.e. shapes and dtypes; reads JSON only.
+
+        Tensors at the paths that ``read`` accepts are read and verified, for small ones that others depend on.
+        """
+        return decode(
+            self._tree(TREE, name), lambda key, path: self.read_tensor(key) if read(path) else self._entry_facts(key)
+        )
 
     def read_tensor(self, key: str) -> torch.Tensor:
         """Reads one full tensor of the manifest onto the CPU."""

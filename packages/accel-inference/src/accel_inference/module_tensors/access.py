@@ -88,8 +88,8 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
     requires_grad = like.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     if type(like) in (nn.Parameter, Tensor) or is_composite(tensor):
         made = nn.Parameter(tensor, requires_grad=requires_grad)
-        if like.__dict__:
-            made.__dict__.update(like.__dict__)
+        # A composite tensor has its inner tensors there, too, which stay its own.
+        made.__dict__.update({name: one for name, one in like.__dict__.items() if name not in made.__dict__})
         return made
     kind: Any = type(like)
     made = kind(tensor, requires_grad=requires_grad, **like.__dict__)

@@ -130,8 +130,20 @@ def _take_scales_8bit(module: nn.Module, _state: Mapping[str, Any], _prefix: str
         layer.weight.CB, layer.weight.SCB = layer.state.CB, layer.state.SCB
 
 
-def _take_scales_4bit(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Makes a layer load its scales from a state dict, where they are beside the weight; it would ignore them."""
+def _take_scales_4bit(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    _metadata: object,
+    _strict: bool,
+    _missing: list[str],
+    _unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Makes a layer load its scales from a state dict, where they are beside the weight; it would ignore them.
+
+    Scales of a weight of another shape are an error of the load, and the layer keeps its weight.
+    """
     layer: Any = module
     begin = f"{prefix}weight."
     given = {name.removeprefix(begin): state.pop(name).clone() for name in list(state) if name.startswith(begin)}
@@ -140,4 +152,9 @@ def _take_scales_4bit(module: nn.Module, state: dict[str, Any], prefix: str, *_:
     if getattr(layer.quant_state, "packing_format_for_cpu", False):
         layer.state_dict()  # as a side effect the weight gets the layout of checkpoints again
     found = bitsandbytes().functional.QuantState.from_dict(qs_dict=given, device=layer.weight.device)
+    expected = (layer.out_features, layer.in_features)
+    if tuple(found.shape) != expected:
+        state.pop(f"{prefix}weight", None)
+        errors.append(f"{prefix}weight is {list(found.shape)} in the state dict and {list(expected)} in the model")
+        return
     layer.quant_state = layer.weight.quant_state = found

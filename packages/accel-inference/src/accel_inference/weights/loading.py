@@ -21,6 +21,7 @@ from accel_inference.module_tensors.ties import (
     retie_parameters,
 )
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
+from accel_inference.weights.kinds import check_kinds
 from accel_inference.weights.mapped_files import MappedFiles
 from accel_inference.weights.offload_folder import offload_weight, save_offload_index
 from accel_inference.weights.reading import read_in_order
@@ -67,7 +68,8 @@ def load_checkpoint_in_model(  # noqa: PLR0913  (the signature that users know)
     Raises:
         ValueError: a module has no device in the map, or one that this machine lacks, or is on disk without an offload
             folder.
-        CheckpointMismatchError: a weight has another shape; with ``strict`` also another set of names.
+        CheckpointMismatchError: a weight has another shape, or is quantized in another way than the model's, or the
+            model's is quantized by bitsandbytes; with ``strict`` also another set of names.
         CheckpointError: a file is corrupt, cannot be read, or would run code when it is read.
     """
     refuse_sharded(offload_8bit_bnb or broadcast_from_rank0 or not full_state_dict)
@@ -115,6 +117,7 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     ties = find_tied_parameters(model)
     _check_config(model, ties, device_map)
     targets = _targets(model)
+    check_kinds(targets, sources)
     _compare(targets, sources, ties, strict=strict, besides=besides)
     plan = _plan(targets, sources, device_map, offload_buffers=offload_buffers)
     del targets  # which would keep the present weights in memory beside the new ones

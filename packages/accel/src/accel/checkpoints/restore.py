@@ -19,6 +19,7 @@ from accel_backends.ops.dtensor import sharded_like
 from accel_backends.roles import unreduced_gradients as open_window
 from accel_backends.roles.prepared_states import ModelState, OptimizerState
 from accel_backends.roles.saved_state_check import PartReport, check_keys
+from accel_state.pytree.saved_shapes import is_packed
 
 if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
@@ -99,7 +100,7 @@ class Restoration:
             _warn_of_own(checkpoint, wanted, session)
             for name, part in large.items():
                 likes[name] = part.state_dict()
-                reports[name] = part.check(name, likes[name], checkpoint.facts(name))
+                reports[name] = part.check(name, likes[name], checkpoint.facts(name, read=_is_packed))
                 if (mine := _own(checkpoint, name, session)) is not None:
                     own[name] = mine
                 places[name] = part.placement() if isinstance(part, OptimizerState) else None
@@ -175,6 +176,10 @@ class Restoration:
             f"of the run, {', '.join(self.large)} may hold a part of {self.checkpoint.path} now, and everything else "
             "is as it was; load_state of an intact checkpoint restores all of it"
         )
+
+
+def _is_packed(path: tuple[Any, ...]) -> bool:
+    return is_packed(str(path[-1]))
 
 
 def _fetched(planned: "PlannedFetch", rank_reads: "Sequence[RankReads]", peers: "RankGroup") -> "Fetched":

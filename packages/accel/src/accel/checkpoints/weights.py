@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_state.errors import ConfigError
+from accel_state.pytree.saved_shapes import is_packed
 from accel_state.watchdog.decorator import recorded
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class Weights:
         from accel_ckpt import load_model_parts
 
         backend = self._strategy.backend
-        backend.states.load_model(model, load_model_parts(path, backend.states.model(model)), strict=strict)
+        like = {name: one for name, one in backend.states.model(model).items() if not is_packed(name)}
+        backend.states.load_model(model, load_model_parts(path, like), strict=strict)
 
     def save(self, obj: Mapping[str, torch.Tensor], file: str | os.PathLike[str], *, safe_serialization: bool) -> None:
         """See ``Accelerator.save``."""
