@@ -1,7 +1,7 @@
 """Fails unless every member of the workspace was installed from a path.
 
-The name ``accel`` belongs to another project on the public index, so a member resolved by name would be a stranger's
-code. pip writes ``direct_url.json`` only for installs from a path or URL.
+The packages are not on the public index, so a member resolved by name would be a stranger's code. pip writes
+``direct_url.json`` only for installs from a path or URL.
 """
 
 import json

@@ -90,7 +90,7 @@ def run(python: Path, *arguments: str) -> None:
 
 
 def check_import(name: str, table: Members, scratch: Path) -> None:
-    module = name.replace("-", "_")
+    module = next((table[name][0] / "src").glob("*/__init__.py")).parent.name
     code = f"import {module} as m; print('{name}', m.__version__, len([getattr(m, n) for n in m.__all__]), 'names')"
     run(bare(name, table, scratch / name), "-c", code)
 

@@ -50,7 +50,7 @@ mkdir -p "$out"
 python=${PYTHON:-python3}
 export PIP_BREAK_SYSTEM_PACKAGES=1  # the Python of a distribution refuses otherwise
 # With what each needs where that is here or on the machine, alone otherwise: the driver then says what is missing.
-for name in accel accel-testing pytest-timeout torchao torchdata deepspeed; do
+for name in accel-training accel-testing pytest-timeout torchao torchdata deepspeed; do
   for alone in "" --no-deps; do
     $python -m pip install --no-index --find-links "$here" --disable-pip-version-check --quiet $alone $name \\
       >> "$out/install.txt" 2>&1 && continue 2

@@ -45,7 +45,9 @@ def test_the_conda_package_has_every_package_and_what_they_need() -> None:
         tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in ROOT.glob("packages/*/pyproject.toml")
     ]
     own = {table["name"] for table in tables}
-    assert set(recipe["tests"][0]["python"]["imports"]) == {name.replace("-", "_") for name in own}
+    sources = {path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py")}
+    assert set(recipe["tests"][0]["python"]["imports"]) == sources
+    assert recipe["package"]["name"] in own
     needed = {f"python {table['requires-python']}" for table in tables}
     for requirement in (Requirement(text) for table in tables for text in table["dependencies"]):
         if requirement.name not in own:

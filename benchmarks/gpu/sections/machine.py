@@ -33,7 +33,8 @@ def facts(bench: Bench) -> dict[str, str]:
         found |= {"cuda": str(torch.version.cuda or torch.version.hip)}
         if torch.distributed.is_nccl_available():
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    for name in ("accel", "accelerate", "lightning-fabric", "lightning", "torchao", "deepspeed", "transformers"):
+    others = ("accelerate", "lightning-fabric", "lightning", "torchao", "deepspeed", "transformers")
+    for name in ("accel-training", *others):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -268,7 +268,7 @@ def test_config_show_can_leave_out_defaults() -> None:
 def test_env_reports_versions_devices_and_changed_settings() -> None:
     done = accel("env", "--json", env={"ACCEL_SEED": "5"})
     found = json.loads(done.stdout)
-    assert found["packages"]["accel"]
+    assert found["packages"]["accel-training"]
     assert found["devices"]
     assert found["variables"]["ACCEL_SEED"] == "5"
     assert [row["name"] for row in found["settings"]] == ["seed"]

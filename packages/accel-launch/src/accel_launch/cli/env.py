@@ -16,7 +16,9 @@ from accel_launch.cli.options import as_json, config_file, config_from
 from accel_launch.cli.printing import print_json
 
 _PACKAGES = (
-    *("accel", "accel-state", "accel-precision", "accel-data", "accel-backends", "accel-ckpt", "accel-testing"),
+    *("accel-training", "accel-state", "accel-precision", "accel-data", "accel-backends", "accel-ckpt"),
+    *("accel-deepspeed", "accel-megatron", "accel-inference", "accel-planner", "accel-observe", "accel-launch"),
+    *("accel-compat", "accel-testing"),
     *("torch", "torchvision", "torch-xla", "triton", "numpy", "safetensors", "click", "rich", "PyYAML"),
     *("deepspeed", "megatron-core", "torchao", "transformer-engine", "bitsandbytes", "flash-attn"),
     *("accelerate", "transformers", "trl", "peft", "diffusers", "datasets", "wandb", "mlflow", "tensorboard"),

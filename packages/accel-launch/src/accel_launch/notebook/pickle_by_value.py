@@ -48,6 +48,6 @@ def require_cloudpickle() -> Any:
         import cloudpickle
     except ImportError as error:
         raise LaunchError(
-            "starting processes from an interpreter needs cloudpickle; install accel with its extra: accel[notebook]"
+            "starting processes from an interpreter needs cloudpickle; install it, or accel-training[notebook]"
         ) from error
     return cloudpickle
