@@ -1,5 +1,6 @@
 """strategy="auto": chosen when a model is prepared, alike on all ranks, and trained with."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, ParallelismConfig
 from accel_backends import BackendConfig, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accel_backends.core.config import StrategyFacts
 from accel_planner import AutoStrategy, Hardware, PlanError, choose, optimizer_facts, plan_all, profile_model
-from accel_planner.auto import able, first_batch
-from accel_state import AccelError, ConfigError
+from accel_planner.auto import able, completing, first_batch
+from accel_state import AccelError, BackendError, ConfigError, Device, Topology
 from accel_testing.equivalence.models import TinyTransformer
 
 
@@ -38,6 +40,10 @@ def memory_for(strategy: str, ranks: int) -> int:
     (wanted,) = [plan for plan in plans if plan.candidate.name == strategy]
     assert choose(plans, wanted.peak, 0.0).plan is wanted
     return wanted.peak * ranks
+
+
+def facts_of_ranks(ranks: int, device: str = "cpu") -> StrategyFacts:
+    return StrategyFacts(Topology.from_env({"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}), Device(device))
 
 
 def auto(**options: Any) -> AutoStrategy:
@@ -74,6 +80,54 @@ def test_ranks_choose_alike_and_train_as_one_would(fitting: str, backend: str, r
         assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
     for one in (accelerator, again):
         one.free_memory()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_sharding_strategy_is_chosen_where_it_says_auto(recomputed: bool, rank: int, world_size: int) -> None:
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy="AUTO", activation_checkpointing=recomputed)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert accelerator.choice.name == "ddp"
+    built = model()
+    loader = DataLoader(TOKENS[:8], batch_size=8)
+    prepared, *_ = accelerator.prepare(built, torch.optim.AdamW(built.parameters()), loader)
+    options: Any = accelerator.backend.config
+    assert accelerator.backend.name == "fsdp"
+    assert options.sharding_strategy.name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    assert (options.activation_checkpointing, options.cpu_offload) == (recomputed, False)
+    chosen = f"fsdp:{options.sharding_strategy.name.lower()}{'+ckpt' * recomputed}"
+    assert accelerator.choice.reasons[0] == f"strategy 'auto' chose {chosen}"
+    accelerator.backward(loss_of(prepared, TOKENS[:2]))
+    accelerator.free_memory()
+
+
+def test_the_chosen_sharding_strategy_is_the_fastest_that_fits() -> None:
+    built = model()
+    profile = profile_model(built, TOKENS[:8], loss=loss_of)
+    facts = optimizer_facts(torch.optim.AdamW(built.parameters()), profile.parameters)
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy="auto")
+    run = facts_of_ranks(2)
+    hardware = Hardware.of_cpu(2, 1, 2**34)
+    plans = plan_all(profile, facts, hardware, completing(able(hardware, profile.blocks), plugin, run))
+    assert [plan.candidate.name for plan in plans] == ["fsdp:no_shard", "fsdp:shard_grad_op", "fsdp:full_shard"]
+    for memory in (min(plan.peak for plan in plans), 2**34):
+        chosen = choose(plans, memory, 0.0).plan
+        assert chosen.peak <= memory
+        assert chosen.seconds == min(plan.seconds for plan in plans if plan.peak <= memory)
+        config: Any = plugin.resolve(replace(run, plan=chosen.candidate.options)).config
+        assert f"fsdp:{config.sharding_strategy.name.lower()}" == chosen.candidate.name
+
+
+def test_a_sharding_strategy_that_nothing_leaves_open_is_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy="auto")
+    with pytest.raises(ConfigError, match="'auto' does not exist with degrees of parallelism; nearest: 'FULL_SHARD'"):
+        Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=1))
+    with pytest.raises(ConfigError, match="planner completes FSDPConfig and does not see activation_checkpointing"):
+        Accelerator(cpu=True, fsdp_plugin=plugin, activation_checkpointing=True)
+    with pytest.raises(BackendError, match="needs an Accelerator's prepare; nearest: FULL_SHARD"):
+        plugin.of_version(2, "fsdp1")
+    with pytest.raises(ConfigError, match="'auto' does not exist with XLA devices"):
+        plugin.resolve(facts_of_ranks(1, "xla"))
 
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")

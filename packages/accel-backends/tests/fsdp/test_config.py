@@ -110,6 +110,9 @@ def test_what_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch
     ("options", "message"),
     [
         ({"sharding_strategy": "FUL_SHARD"}, "did you mean FULL_SHARD"),
+        ({"sharding_strategy": "auto", "fsdp_version": 1}, "'auto' compares strategies of version 2; nearest: fsdp_v"),
+        ({"sharding_strategy": "auto", "reshard_after_forward": True}, "'auto' chooses reshard_after_forward, too"),
+        ({"sharding_strategy": "auto", "shard_size": 2}, "'auto' chooses shard_size, too; leave it out"),
         ({"sharding_strategy": 7}, r"sharding_strategy=7 is not one of .*\(or 1 to 5\)"),
         ({"reshard_after_forward": "FULL_SHARD"}, "not supported with FSDP2.*nearest: sharding_strategy='FULL_SHARD'"),
         ({"reshard_after_forward": True, "fsdp_version": 1}, "not supported with FSDP1.*'FULL_SHARD'"),

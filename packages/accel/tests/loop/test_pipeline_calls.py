@@ -169,8 +169,35 @@ def test_calls_that_cannot_be_exact_are_refused(rank):
         accelerator.backward(output.loss)
     with pytest.raises(BackendError, match="output_hidden_states was given"):
         model(**batch, output_hidden_states=True)
-    with pytest.raises(BackendError, match="is on another rank of the pipeline"):
+    words = rf"is on another rank of the pipeline; call the model that prepare .*\(this is rank {rank}\)"
+    with pytest.raises(BackendError, match=words):
         accelerator.unwrap_model(model)(batch["input_ids"])
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_a_split_model_cannot_be_prepared_again(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {})
+    own = llama()
+    accelerator.prepare(own)
+    accelerator.free_memory()
+    words = rf"rank {rank} has one part of this LlamaForCausalLM, .*Build the model again, and load the state"
+    with pytest.raises((PrepareError, CollectiveError), match=words if rank == 0 else "rank"):
+        accelerator.prepare(own)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_each_stage_loads_its_part_of_a_full_state_dict(rank):
+    accelerator = accelerator_of({"pp_size": 2}, {})
+    own, other = llama(), llama()
+    for parameter in other.parameters():
+        parameter.data.add_(1.0)
+    model = accelerator.prepare(own)
+    own.load_state_dict(other.state_dict())
+    found = accelerator.get_state_dict(model)
+    assert rank > 0 or found.keys() == other.state_dict().keys()
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in found.items())
     accelerator.end_training()
 
 

@@ -1,7 +1,7 @@
 """Template of the backends that prepare module by module: check, place, convert, wrap, rebind optimizers."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +11,7 @@ from accel_backends.core.backend import Backend
 from accel_backends.core.bundle import Bundle, check_bundle
 from accel_backends.core.rank_comparison import compare_bundles
 from accel_backends.core.rebind import rebind, state_to_device
+from accel_backends.core.replaced import follow_successors
 from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_backends.ops.blocks import declared_or_repeated_blocks
 from accel_backends.ops.fqn import innermost, named_parameters
@@ -37,13 +38,16 @@ class ModuleBackend(Backend):
     def prepare(self, bundle: Bundle) -> Bundle:
         """Prepares a bundle: same order and lengths in the result, optimizers bound to the parameters of its models.
 
-        Every rank prepares the same bundle; if one rank fails, all raise.
+        Every rank prepares the same bundle; if one rank fails, all raise. Optimizers may be built of the parameters of
+        a model before an earlier call prepared it.
 
         Collective: every rank of the group must call this.
 
         Raises:
             PrepareError: see ``check_bundle``; ranks prepare models or optimizers that differ.
         """
+        for optimizer in bundle.optimizers:
+            follow_successors(optimizer, convert=self.convert_state)
         problem: Exception | None = None
         try:
             if len(bundle.models) > 1 and not self.capabilities.several_models:
@@ -63,12 +67,17 @@ class ModuleBackend(Backend):
             problem, recomputed = error, []
         self._agree(problem)
         if self.session.world_size > 1:
-            compare_bundles(bundle, group=self.session.group)
+            compare_bundles(bundle, group=self.session.group, apart=self.apart)
         if bundle.training:
             upcast_states(bundle.optimizers, self.policy)
         for model, names in recomputed:
             cast(ActivationCheckpointing, self.recomputed).apply(model, names)
         return self.bind(bundle)
+
+    @property
+    def apart(self) -> Collection[int]:
+        """Ids of parameters of prepared models, of which ranks have other numbers. Default: they have the same."""
+        return ()
 
     def check(self, bundle: Bundle) -> None:
         """Raises PrepareError for a bundle that this backend cannot prepare, before any change.

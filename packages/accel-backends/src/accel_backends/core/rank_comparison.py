@@ -1,6 +1,6 @@
 """Comparison of the models and optimizers of all ranks, because the collectives of different models would hang."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from accel_backends.core.bundle import Bundle
 
 
-def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
+def compare_bundles(bundle: "Bundle", *, group: Any, apart: Collection[int] = ()) -> None:
     """Refuses ranks that prepare different models or optimizers.
+
+    ``apart``: ids of parameters of which ranks have other numbers, because they were prepared before.
 
     Collective: every rank of the group must call this.
 
@@ -29,7 +31,8 @@ def compare_bundles(bundle: "Bundle", *, group: Any) -> None:
         cut = find_fsdp1(model) is not None  # wrapped by the user: every rank has another shard
         mine += [f"a model {type(model).__name__}", *([] if cut else described(model))]
     for optimizer in bundle.optimizers:
-        counts = ", ".join(str(len(one["params"])) for one in optimizer.param_groups)
+        common = [[one for one in group["params"] if id(one) not in apart] for group in optimizer.param_groups]
+        counts = ", ".join(str(len(one)) for one in common)
         mine.append(f"an optimizer {type(optimizer).__name__} with groups of {counts} parameters")
     digests = all_gather_object(sha256("\n".join(mine).encode()).hexdigest(), group=group)
     if len(set(digests)) > 1:

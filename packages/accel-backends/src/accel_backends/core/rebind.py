@@ -1,6 +1,6 @@
 """Replacement of the parameters of an optimizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,18 @@ def rebind(
                 if convert is not None:
                     state = {key: convert(new, key, value) for key, value in state.items()}
                 optimizer.state[new] = state
+
+
+def keep_parameters(optimizer: Optimizer, kept: Collection[int]) -> None:
+    """Removes all parameters but those with the ids ``kept``, with their states; the lists stay the same objects."""
+    for group in optimizer.param_groups:
+        stay = [id(parameter) in kept for parameter in group["params"]]
+        for parameter, stays in zip(group["params"], stay, strict=True):
+            if not stays:
+                optimizer.state.pop(parameter, None)
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key][:] = [one for one, stays in zip(group[key], stay, strict=True) if stays]
 
 
 def state_to_device(optimizer: Optimizer) -> None:

@@ -117,7 +117,7 @@ class FSDPBackend(ModuleBackend):
             check_hooks(model, units, version=2)
             self._axes.check(innermost(model))
             check_gradients(model, units)
-        splitting = self._splitting(bundle.models)
+        splitting = self._splitting([*bundle.models, *self._sharded])
         check_optimizers(bundle.optimizers, self._options, splitting)
         check_flattened(bundle.optimizers, splitting, self.layout.degrees[1])
 
@@ -135,7 +135,7 @@ class FSDPBackend(ModuleBackend):
             self._source_filled = self._all_filled = not any(map(is_meta, bundle.models))
             self._dropping = False
         if bundle.training:
-            splitting = self._splitting(bundle.models)
+            splitting = self._splitting([*bundle.models, *self._sharded])
             tried = [one for one in bundle.optimizers if holds_any(one, splitting)]
             check_on_shards(tried, self._spread.mesh, offload=bool(config.cpu_offload))
         bound = super().bind(bundle)

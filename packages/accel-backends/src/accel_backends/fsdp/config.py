@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 from torch import nn
 
@@ -27,10 +27,10 @@ from accel_backends.core.option_parsing import (
 )
 from accel_backends.ops.activation_checkpointing import ActivationCheckpointing
 from accel_state.errors import BackendError, ConfigError
-from accel_state.parallelism.config import ParallelismConfig
+from accel_state.parallelism.config import MESH_AXES, ParallelismConfig
 from accel_state.topology import Topology
 
-PREFIX = "FSDP_"
+PREFIX, AUTO = "FSDP_", "auto"
 MODEL_AXES = ("ep", "cp", "sp", "tp")
 """Axes that are applied to a model before it is sharded, outermost first."""
 _KEEPS = (ShardingLevel.SHARD_GRAD_OP, ShardingLevel.NO_SHARD, ShardingLevel.HYBRID_SHARD_ZERO2)
@@ -50,7 +50,8 @@ class FSDPConfig(BackendConfig):
         fsdp_version: 2 shards each parameter (``fully_shard``, backend "fsdp"); 1 flattens them (backend "fsdp1").
         sharding_strategy: FULL_SHARD (1; the default) shards all and frees parameters after forward, SHARD_GRAD_OP (2)
             keeps them until after backward, NO_SHARD (3) replicates, HYBRID_SHARD (4) shards within groups and
-            replicates between groups, HYBRID_SHARD_ZERO2 (5) does so and keeps parameters until after backward.
+            replicates between groups, HYBRID_SHARD_ZERO2 (5) does so and keeps parameters until after backward. "auto":
+            the planner chooses among the first four when an Accelerator prepares the first model. Version 2.
         reshard_after_forward: free parameters after forward (takes precedence over the strategy); a number keeps them
             sharded over that many neighbouring ranks between forward and backward. Version 2.
         shard_size: shard degree; None: all ranks, or those of one node with a hybrid strategy.
@@ -143,11 +144,11 @@ class FSDPConfig(BackendConfig):
             ConfigError: degrees that contradict these options or do not divide the ranks; on XLA devices offloading,
                 activation checkpointing or degrees, which the XLA backend does not have.
         """
-        config = self._with_degrees(facts.parallelism)
+        if facts.plan is not None and not self.planned:
+            return BackendConfig.resolve(self, facts)
+        config = self._with_plan(facts) if self.planned else self._with_degrees(facts.parallelism)
         if facts.device.kind.together:
             return config._without_ranks(facts)
-        if facts.plan is not None:
-            return BackendConfig.resolve(config, facts)
         given = facts.parallelism
         beside = prod(given.size(axis) for axis in MODEL_AXES)
         if beside > 1:
@@ -178,6 +179,23 @@ class FSDPConfig(BackendConfig):
                 f"{sizes} with sp_attn_implementation={attention!r}: this backend exchanges heads around "
                 "scaled_dot_product_attention; nearest: 'sdpa', or strategy='deepspeed'"
             )
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner chooses the sharding strategy."""
+        return bool(self.sharding_strategy == AUTO)
+
+    def _with_plan(self, facts: StrategyFacts) -> "FSDPConfig":
+        """Returns these options with the planner's choice, once it has chosen."""
+        if facts.device.kind.together or facts.open_axes != frozenset(MESH_AXES):
+            other = "XLA devices" if facts.device.kind.together else "degrees of parallelism"
+            raise ConfigError(f"sharding_strategy='auto' does not exist with {other}; nearest: 'FULL_SHARD'")
+        if facts.plan is None:
+            return self
+        for name in ("activation_checkpointing", "cpu_offload"):
+            if (chosen := facts.plan.get(name, False)) != getattr(self, name):
+                raise ConfigError(f"the planner chose {name}={chosen}, and the options say {getattr(self, name)}")
+        return replace(self, sharding_strategy=facts.plan["sharding_strategy"])
 
     def _with_degrees(self, parallelism: ParallelismConfig) -> "FSDPConfig":
         if parallelism.total_size == 1:
@@ -240,8 +258,10 @@ class FSDPConfig(BackendConfig):
         """Returns these options if they are of the given version; ``other`` is the backend of the other version.
 
         Raises:
-            BackendError: the options are of the other version.
+            BackendError: the options are of the other version, or leave the strategy to the planner.
         """
+        if self.planned:
+            raise BackendError("sharding_strategy='auto' needs an Accelerator's prepare; nearest: FULL_SHARD")
         if self.fsdp_version != version:
             raise BackendError(
                 f"the options say fsdp_version={self.fsdp_version}, not {version}; use backend {other!r}"
@@ -259,7 +279,10 @@ class FSDPConfig(BackendConfig):
 
     def _read_sharding(self, env: Mapping[str, str]) -> None:
         strategy = self._given("sharding_strategy", "SHARDING_STRATEGY", env, ShardingLevel.FULL_SHARD)
-        self.sharding_strategy = as_member("sharding_strategy", strategy, ShardingLevel)
+        is_open = str(strategy).strip().lower() == AUTO
+        self.sharding_strategy = AUTO if is_open else as_member("sharding_strategy", strategy, ShardingLevel)
+        if is_open and self.fsdp_version == 1:
+            raise ConfigError("sharding_strategy='auto' compares strategies of version 2; nearest: fsdp_version=2")
         reshard = self._given("reshard_after_forward", "RESHARD_AFTER_FORWARD", env)
         if reshard is not None and self.fsdp_version == 1:
             if isinstance(reshard, bool):
@@ -271,11 +294,13 @@ class FSDPConfig(BackendConfig):
             reshard = None
         self.reshard_after_forward = None if reshard is None else reshard_value(reshard)
         for name in ("shard_size", "replicate_size"):
-            value = getattr(self, name)
-            if value is not None:
+            if (value := getattr(self, name)) is not None:
                 setattr(self, name, as_number(name, value))
                 if getattr(self, name) < 1:
                     raise ConfigError(f"{name} is {value}; it counts ranks, at least 1")
+        for name in ("reshard_after_forward", "shard_size", "replicate_size") if is_open else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(f"sharding_strategy='auto' chooses {name}, too; leave it out, or name a strategy")
 
     def _read_wrapping(self, env: Mapping[str, str]) -> None:
         names = self._given("transformer_cls_names_to_wrap", "TRANSFORMER_CLS_TO_WRAP", env)
@@ -409,14 +434,12 @@ class FSDPConfig(BackendConfig):
     @property
     def state_form(self) -> FullStateForm:
         """Form of full model state dicts."""
-        form: FullStateForm = self.state_dict_config
-        return form
+        return cast(FullStateForm, self.state_dict_config)
 
     @property
     def optimizer_state_form(self) -> FullStateForm:
         """Form of full optimizer state dicts."""
-        form: FullStateForm = self.optim_state_dict_config
-        return form
+        return cast(FullStateForm, self.optim_state_dict_config)
 
     @property
     def dtypes(self) -> MixedDtypes:

@@ -1,8 +1,9 @@
 """Backend whose models are split into stages on the ranks of a pipeline."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,11 +16,11 @@ from accel_backends.core.bundle import Bundle
 from accel_backends.core.capabilities import PRECISIONS, Capabilities
 from accel_backends.core.config import BackendConfig
 from accel_backends.core.module_backend import ModuleBackend
-from accel_backends.core.rebind import rebind, state_to_device
+from accel_backends.core.rebind import keep_parameters, rebind, state_to_device
 from accel_backends.core.replaced import replace_parameters
 from accel_backends.core.run import Run
 from accel_backends.ops.compile import TorchDynamoPlugin
-from accel_backends.ops.dtensor import loop_over_meshes, placed_like
+from accel_backends.ops.dtensor import is_dtensor, loop_over_meshes, placed_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.master_weights import upcast_parameters, upcasts
 from accel_backends.ops.optimizer_support import check_on_shards, holds_any
@@ -32,7 +33,7 @@ from accel_backends.parallel.pipeline.ranges import balanced_ranges, given_range
 from accel_backends.parallel.pipeline.schedules import schedule_kind
 from accel_backends.parallel.pipeline.shards import StageShards, check_optimizers, check_shardable
 from accel_backends.parallel.pipeline.stage_plan import Places, places_of, plan_of_stage
-from accel_backends.parallel.pipeline.stages import drop_other_stages, make_stages
+from accel_backends.parallel.pipeline.stages import Elsewhere, drop_other_stages, make_stages
 from accel_backends.parallel.plan import TensorParallelPlan
 from accel_backends.parallel.router_loss import router_loss_asked
 from accel_backends.pipeline.config import PipelineParallelConfig
@@ -45,6 +46,7 @@ from accel_backends.pipeline.router_loss import check_routers
 from accel_backends.pipeline.states import PipelineStates
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import autocast_module, cast_parameters
+from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import PrepareError
 
 
@@ -88,6 +90,7 @@ class PipelineBackend(ModuleBackend):
         """Refuses models that cannot be split, and optimizers that hold parameters of several models."""
         for model in bundle.models:
             inner = innermost(model)
+            self._check_complete(inner)
             self._ranges(CausalLM.of(inner))
             if router_loss_asked(inner, {}):
                 check_routers(inner, self._options, training=bundle.training, kind=PrepareError)
@@ -97,17 +100,19 @@ class PipelineBackend(ModuleBackend):
                 check_shardable(inner, axes=self._mesh.sharded_by, upcast=upcasts(self.policy))
         axes = self._mesh.sharded_by + (() if self._mesh.tensor is None else ("tp_size",))
         check_optimizers(bundle.optimizers, self._split_parameters(bundle.models), axes=axes)
-        known = {id(parameter) for model in bundle.models for parameter in model.parameters()}
-        for optimizer in bundle.optimizers if bundle.models else ():
+        models = bundle.models or list(self._models)
+        known = [{id(parameter) for parameter in model.parameters()} for model in models]
+        for optimizer in bundle.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise PrepareError(
                     "LBFGS computes its steps from all parameters, and each rank of a pipeline has those of its own "
                     "stages; nearest: AdamW"
                 )
-            if any(id(one) not in known for group in optimizer.param_groups for one in group[PARAMS]):
+            held = {id(one) for group in optimizer.param_groups for one in group[PARAMS]}
+            if not any(held <= one for one in known):
                 raise PrepareError(
-                    f"{type(optimizer).__name__} updates parameters of a model that was prepared before; with a "
-                    "pipeline give each model an optimizer of its own, and prepare both in one call"
+                    f"{type(optimizer).__name__} updates parameters of several models, or of a model that was prepared "
+                    "before this one; with a pipeline give each model an optimizer of its own"
                 )
 
     def bind(self, bundle: Bundle) -> Bundle:
@@ -122,7 +127,15 @@ class PipelineBackend(ModuleBackend):
         ]
         for optimizer in bundle.optimizers:
             state_to_device(optimizer)
+            if not models:
+                self._group_names[optimizer] = self._names_on_all_stages(optimizer)
+                loop_over_meshes(optimizer)
         return replace(bundle, models=models)
+
+    @property
+    def apart(self) -> Collection[int]:
+        """Ids of the parameters of this rank's stages."""
+        return self.owned.parameters
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Returns the model itself: ``bind`` has split it, with its optimizers."""
@@ -164,6 +177,16 @@ class PipelineBackend(ModuleBackend):
         """Context in which gradients are averaged although the forward ran under ``no_sync``."""
         return _reducing(model, True) if isinstance(model, PipelinedModel) else NOTHING
 
+    def _check_complete(self, model: nn.Module) -> None:
+        """Refuses a model whose other stages were dropped when it was prepared before."""
+        dropped = [module.name for module in model.modules() if isinstance(module, Elsewhere)]
+        if dropped:
+            raise PrepareError(
+                f"rank {self.session.rank} has one part of this {type(model).__name__}, because prepare split it "
+                f"before; {dropped[0]} and {len(dropped) - 1} more are on other ranks. Build the model again, and load "
+                "the state that get_state_dict(model) returned before free_memory()"
+            )
+
     def _ranges(self, causal_lm: CausalLM) -> list[range]:
         split = self._options.split
         if split is not None:
@@ -187,7 +210,7 @@ class PipelineBackend(ModuleBackend):
         drop_other_stages(causal_lm, ranges, plan.held)
         after = named_parameters(model)
         for optimizer in bundle.optimizers:
-            _keep(optimizer, after)
+            keep_parameters(optimizer, {id(parameter) for parameter in after.values()})
         replace_parameters(before, after, type(model).__name__)
         cast_parameters(model, self.policy)
         if placed or self._mesh.sharding is not None:
@@ -213,17 +236,25 @@ class PipelineBackend(ModuleBackend):
         self.owned.add(model, made)
         return made
 
+    def _names_on_all_stages(self, optimizer: Optimizer) -> list[list[str]]:
+        """Names of the parameters of each group, with those of the other ranks of the pipeline, in order of rank."""
+        names = self.owned.names()
+        own = [[names[id(parameter)] for parameter in group[PARAMS]] for group in optimizer.param_groups]
+        ranks = all_gather_object(own, group=self._group)
+        return [list(dict.fromkeys(chain.from_iterable(groups))) for groups in zip(*ranks, strict=True)]
+
     def _places(self, model: nn.Module) -> Places:
         """Modules of a full model that tensor parallelism places."""
         tensor = self._mesh.tensor
         return () if tensor is None else places_of(model, tensor.size(), self._axes.plan)
 
     def _split_parameters(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-        """Returns, by id, the parameters that will be sharded over ranks with the same stages."""
+        """Returns, by id, the parameters that are sharded over ranks with the same stages, or will be."""
         inner = [innermost(model) for model in models]
+        split = {id(one): one for model in self._models for one in model.parameters() if is_dtensor(one)}
         if self._mesh.sharding is not None:
-            return {id(one): one for model in inner for one in model.parameters()}
-        return {
+            return split | {id(one): one for model in inner for one in model.parameters()}
+        return split | {
             id(one): one for model in inner for _, module, _ in self._places(model) for one in module.parameters(False)
         }
 
@@ -299,16 +330,3 @@ def _group_names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -
     """Names of the parameters of each group."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return [[names[id(parameter)] for parameter in group[PARAMS]] for group in optimizer.param_groups]
-
-
-def _keep(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Removes all other parameters from an optimizer, with their states; its lists stay the same objects."""
-    own = {id(parameter) for parameter in parameters.values()}
-    for group in optimizer.param_groups:
-        kept = [id(parameter) in own for parameter in group[PARAMS]]
-        for parameter, keep in zip(group[PARAMS], kept, strict=True):
-            if not keep:
-                optimizer.state.pop(parameter, None)
-        for key in (PARAMS, "param_names"):
-            if key in group:
-                group[key][:] = [one for one, keep in zip(group[key], kept, strict=True) if keep]

@@ -81,9 +81,13 @@ def open_parts(
     is_setting = asked is None or isinstance(asked, str | int)
     checkpointing = as_checkpointing(config.activation_checkpointing if is_setting else asked)
     if checkpointing is not None and resolved.auto is not None:
+        among = resolved.auto.among
         raise ConfigError(
             "strategy 'auto' chooses activation checkpointing itself, by memory; drop activation_checkpointing, or "
             "name a strategy"
+            if among is None
+            else f"the planner completes {type(among).__name__} and does not see activation_checkpointing of the "
+            "Accelerator; drop it (FSDP has an option of that name), or give all values instead of 'auto'"
         )
     process_group = sorted_handlers.process_group
     with ExitStack() as on_failure:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accel_backends.parallel.pipeline.causal_lm import CausalLM
@@ -104,10 +105,14 @@ class Elsewhere(nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> NoReturn:
         """Raises BackendError."""
+        here = f" (this is rank {dist.get_rank()})" if dist.is_initialized() else ""
         raise BackendError(
             f"{self.name} is on another rank of the pipeline; call the model that prepare returned, which computes all "
-            "stages"
+            f"stages{here}"
         )
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """Leaves the tensors of the module in a full state dict to the other rank."""
 
 
 @final

@@ -23,7 +23,12 @@ class FSDPSettings:
     )
     fsdp_sharding_strategy: str = setting(
         "FULL_SHARD",
-        _fsdp("SHARDING_STRATEGY", "What is sharded, and between whom.", choices=_STRATEGIES, pattern="[1-5]"),
+        _fsdp(
+            "SHARDING_STRATEGY",
+            "What is sharded, and between whom; AUTO: as the planner chooses.",
+            choices=(*_STRATEGIES, "AUTO"),
+            pattern="[1-5]",
+        ),
     )
     fsdp_reshard_after_forward: str | None = setting(
         None,
