@@ -128,6 +128,34 @@ def test_encoders_and_encoder_decoders_compute_what_the_plain_model_computes(ran
     assert list(found) == [name for name, one in wanted.items() if isinstance(one, torch.Tensor)]
     for name, one in found.items():
         assert float((one - wanted[name]).abs().max()) <= 1e-10
+    if make is t5:
+        with pytest.raises(BackendError, match=r"generate of T5\w+ over the stages .* causal language models only"):
+            model.generate(*([batch["input_ids"]] if rank == 0 else []), max_new_tokens=3)
+
+
+def stages_compute_the_plain_model(rank, ranks):
+    model, expected = llama(tie=True).double(), llama(tie=True).double().eval()
+    prepare_pippy(model, gather_output=True)
+    assert len(model.hf_split_points) == ranks - 1
+    for samples in (2 * ranks, ranks + 1, 1):
+        found = model(TOKENS[:samples]) if rank == 0 else model()
+        with torch.no_grad():
+            assert float((found.logits - expected(TOKENS[:samples]).logits).abs().max()) <= 1e-10
+    options = {"max_new_tokens": 3, "do_sample": False}
+    given = (TOKENS[:2, :5],) if rank == 0 else ()
+    assert model.generate(*given, **options).equal(expected.generate(TOKENS[:2, :5], use_cache=False, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(3)
+def test_three_stages_compute_the_plain_model(rank):
+    stages_compute_the_plain_model(rank, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+def test_four_stages_compute_the_plain_model(rank):
+    stages_compute_the_plain_model(rank, 4)
 
 
 @pytest.mark.ranks(2)
