@@ -74,6 +74,26 @@ def test_tied_weights_are_one_parameter_again_without_hooks(way, tmp_path):
     assert model.embed.weight.requires_grad
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("duplicate", [False, True])
+def test_ties_across_devices_are_one_parameter_again_where_their_values_are_equal(trained, duplicate, tmp_path):
+    model, ids = Tied(), torch.arange(5)[None]
+    expected, names = model(ids), list(model.__dict__)
+    places = {"embed": "cpu", "middle": "cpu", "head": "disk", "shift": "cpu"}
+    del dispatch_model(model, places, offload_dir=tmp_path).hf_device_map
+    assert torch.equal(model(ids), expected)
+    assert model.head.weight is not model.embed.weight
+    if duplicate:
+        model = copy.deepcopy(model)
+    if trained:  # which the file does not follow
+        model.embed.weight.data.add_(1)
+    before = model(ids)
+    remove_hook_from_submodules(model)
+    assert (model.head.weight is model.embed.weight) != trained
+    assert torch.equal(model(ids), before)
+    assert list(model.__dict__) == names
+
+
 def test_hooks_of_the_user_stay_around_a_dispatch(model, tmp_path):
     expected, seen = model(X), []
 
@@ -123,6 +143,34 @@ def test_moving_a_dispatched_model_warns_and_is_refused(model, tmp_path, caplog)
     with pytest.raises(RuntimeError, match="You can't move"):
         model.to(torch.float16)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("offload", ["map", "cpu", "disk"])
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.half(),
+        lambda model: model.bfloat16(),
+        lambda model: model.to(torch.float64),
+        lambda model: model.type(torch.float16),
+        lambda model: model.to("meta"),
+        lambda model: model.cpu(),
+        lambda model: model.to_empty(device="cpu"),
+    ],
+)
+def test_what_would_convert_or_move_offloaded_weights_is_refused(model, convert, offload, tmp_path):
+    expected = model(X)
+    if offload == "map":
+        dispatch_model(model, HALF, offload_dir=tmp_path)
+    else:
+        cpu_offload(model) if offload == "cpu" else disk_offload(model, tmp_path)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=r"You can't move .*remove_hook_from_submodules"):
+            convert(each)
+        assert torch.equal(each(X), expected)
+    assert model.float() is model
+    remove_hook_from_submodules(model)
+    assert torch.equal(model.half().float()(X), copy.deepcopy(model)(X))
 
 
 def test_a_deep_copy_computes_by_itself(model, tmp_path):

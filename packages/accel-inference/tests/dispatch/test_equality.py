@@ -8,7 +8,9 @@ from safetensors.torch import save_file
 
 from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.dispatch.load import load_checkpoint_and_dispatch
-from accel_inference.dispatch.offload import cpu_offload, disk_offload
+from accel_inference.dispatch.offload import cpu_offload, cpu_offload_with_hook, disk_offload
+from accel_inference.hooks.layerwise_casting import attach_layerwise_casting_hooks
+from accel_inference.hooks.offloaded_state import get_state_dict_offloaded_model
 from accel_inference.module_tensors.meta_init import init_empty_weights
 from accel_inference.module_tensors.ties import find_tied_parameters
 from accel_inference.placement.sizes import direct_parts
@@ -46,6 +48,11 @@ def half_on_disk(model, folder):
     return dispatch_model(model, device_map, offload_dir=folder / "offload")
 
 
+def with_hook(model, _folder):
+    offloaded, _ = cpu_offload_with_hook(model, "cpu")
+    return offloaded
+
+
 def from_checkpoint(model, folder):
     return load_checkpoint_and_dispatch(
         saved_and_empty(model, folder),
@@ -72,7 +79,8 @@ def saved_and_empty(model, folder):
         return type(model)(copy.deepcopy(model.config)).eval()
 
 
-KINDS = [to_cpu, to_disk, little_memory, with_buffers, half_on_disk, from_checkpoint]
+KINDS = [to_cpu, to_disk, little_memory, with_buffers, half_on_disk, with_hook, from_checkpoint]
+RESIDENT = (half_on_disk, with_hook, mapped)
 
 
 @pytest.mark.sampled(20)
@@ -86,7 +94,40 @@ def test_a_forward_gives_the_same_bits(name, kind, tmp_path):
     for _ in range(3):
         for got, wanted in zip(outputs(offloaded(**inputs_of(name))), expected, strict=True):
             assert torch.equal(got, wanted)
-    assert all(parameter.is_meta for parameter in offloaded.parameters()) or kind in (half_on_disk, mapped)
+    assert all(parameter.is_meta for parameter in offloaded.parameters()) or kind in RESIDENT
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", [None, to_cpu, little_memory, half_on_disk])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_layers_that_are_cast_give_the_bits_of_their_rounded_weights(name, kind, tmp_path):
+    model, rounded = make(name), make(name)
+    # A vision model asks for the dtype of its first convolution before it calls it.
+    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, skip_modules_pattern="embeddings")
+    cast = [part for part, layer in model.named_modules() if hasattr(layer, "_hf_hook")]
+    assert cast
+    for part in cast:
+        rounded.get_submodule(part).to(torch.bfloat16).to(torch.float32)
+    offloaded = model if kind is None else kind(model, tmp_path)
+    expected = outputs(rounded(**inputs_of(name)))
+    for _ in range(2):
+        for got, wanted in zip(outputs(offloaded(**inputs_of(name))), expected, strict=True):
+            assert torch.equal(got, wanted)
+    if name in GENERATING:
+        ids, options = inputs_of(name)["input_ids"], {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(offloaded.generate(ids, **options), rounded.generate(ids, **options))
+
+
+@pytest.mark.parametrize("kind", [to_cpu, to_disk])
+@torch.no_grad()
+def test_an_offloaded_model_is_saved_with_its_weights(kind, tmp_path):
+    model = make("llama-tied")
+    expected = model(**inputs_of("llama-tied")).logits
+    offloaded = kind(model, tmp_path)
+    offloaded.save_pretrained(tmp_path / "saved", state_dict=get_state_dict_offloaded_model(offloaded))
+    again = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(again(**inputs_of("llama-tied")).logits, expected)
 
 
 @pytest.mark.sampled(12)

@@ -89,10 +89,14 @@ def test_a_copy_of_an_offloaded_model_computes_on_its_own(model, duplicate, tmp_
     assert made.linear1._hf_hook is not model.linear1._hf_hook
 
 
-def test_two_threads_in_one_model_get_right_results_or_a_refusal(model, tmp_path):
+@pytest.mark.parametrize("kept", ["on disk", "in a small dtype"])
+def test_two_threads_in_one_model_get_right_results_or_a_refusal(model, kept, tmp_path):
+    if kept == "on disk":
+        offload_state_dict(tmp_path, model.state_dict())
+        attach_align_device_hook(model, "cpu", True, OffloadedWeightsLoader(save_folder=tmp_path))
+    else:
+        attach_layerwise_casting_hooks(model, torch.float16, torch.float32)
     expected = model(X)
-    offload_state_dict(tmp_path, model.state_dict())
-    attach_align_device_hook(model, "cpu", True, OffloadedWeightsLoader(save_folder=tmp_path))
     wrong, refused = [], []
 
     def compute():
@@ -110,6 +114,42 @@ def test_two_threads_in_one_model_get_right_results_or_a_refusal(model, tmp_path
     assert not any(wrong)
     assert all("another thread" in text for text in refused)
     assert torch.equal(model(X), expected)
+
+
+class Counting(nn.Module):
+    """Counts its forwards in buffers: in place, and in a new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("again", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen += 1
+        self.again = self.again + 1
+        return self.linear(x) + self.seen + self.again
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+def test_an_offloaded_buffer_that_a_forward_changes_keeps_its_value(offload, inference, tmp_path):
+    model = Counting().eval()
+    plain = copy.deepcopy(model)
+    model.register_buffer("shift", torch.ones(1))
+    place = (tmp_path,) if offload is disk_offload else ()
+    offload(model, *place, offload_buffers=True, resident_bytes=1)
+    for _ in range(3):
+        with torch.inference_mode(inference):
+            assert torch.equal(model(X), plain(X))
+    assert model.shift.is_meta  # nothing has changed it
+    state = get_state_dict_offloaded_model(model)
+    copied = copy.deepcopy(model)
+    remove_hook_from_submodules(model)
+    for seen in (state["seen"], state["again"], model.seen, copied.seen):
+        assert seen.item() == 3
+    assert torch.equal(model(X), plain(X))
+    assert not model.again.is_inference()
 
 
 def test_a_module_that_computes_inside_itself_keeps_its_weights():
@@ -223,6 +263,14 @@ def test_layers_that_are_cast_are_offloaded_as_they_are_stored(model, storage, t
     remove_hook_from_submodules(model)
     assert {one.dtype for one in model.parameters()} == {torch.float32}
     assert torch.equal(model(X), expected)
+
+
+def test_a_layer_that_shares_its_weight_with_an_embedding_is_not_cast():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
+    model[2].weight = model[0].weight
+    attach_layerwise_casting_hooks(model, torch.float16, torch.float32)
+    assert [layer.weight.dtype for layer in model] == [torch.float32, torch.float16, torch.float32]
+    assert model(torch.arange(5)).dtype is torch.float32
 
 
 def test_layers_that_are_offloaded_are_not_cast_afterwards(model):

@@ -15,6 +15,7 @@ from accel_inference.module_tensors.ties import (
     check_tied_parameters_on_same_device,
     device_of,
     find_tied_parameters,
+    record_ties,
     retie_parameters,
 )
 from accel_inference.placement.budgets import HOST_DEVICES
@@ -117,11 +118,14 @@ def _attach(
         preload_module_classes=preload_module_classes,
         tied_params_map=copies,
     )
+    apart = []
     for group in ties:
         by_device: dict[str, list[str]] = {}
         for name in group:
             by_device.setdefault(str(device_of(name, device_map)), []).append(name)
         retie_parameters(model, by_device.values())
+        apart += [group] if len(by_device) > 1 else []
+    record_ties(model, apart)
 
 
 def _offloaded_weights(

@@ -8,6 +8,7 @@ from torch import nn
 from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.hooks.align import DeviceLike
 from accel_inference.hooks.hook import MOVES, remove_hook_from_module
+from accel_inference.module_tensors.ties import forget_ties
 from accel_inference.placement.auto_map import infer_auto_device_map
 from accel_inference.placement.budgets import DeviceName, get_balanced_memory
 from accel_inference.weights.checkpoint_files import PathLike, checkpoint_weights
@@ -101,6 +102,7 @@ def _discard_dispatch(model: nn.Module) -> None:
         return
     for module in model.modules():
         remove_hook_from_module(module, detach=False)
+        forget_ties(module)
         for name in MOVES:
             module.__dict__.pop(name, None)
     del model.hf_device_map

@@ -1,21 +1,27 @@
-"""Guards on the methods that move a model whose modules have devices of their own."""
+"""Guards on the methods that move or convert a model whose modules have devices of their own."""
 
 import functools
 from collections.abc import Callable
 from logging import getLogger
 from typing import Any
 
+import torch
 from torch import nn
 
-from accel_inference.hooks.hook import MOVES
+from accel_inference.hooks.hook import CASTS, MOVES
 from accel_inference.private import names_device
 
 _LOG = getLogger("accelerate.big_modeling")
 """Under this name users of Accelerate filter the warning."""
 
+_TARGETS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
 
 def guard_moves(model: nn.Module) -> None:
-    """Makes ``model.to`` and the like warn, or refuse if modules of the model are offloaded."""
+    """Makes ``model.to`` and the like warn, or refuse if modules of the model are offloaded.
+
+    They would leave the offloaded weights where, and in the dtype that, they are.
+    """
     for name in MOVES:
         if hasattr(type(model), name):
             method = getattr(model, name)
@@ -24,9 +30,14 @@ def guard_moves(model: nn.Module) -> None:
 
 
 def _move(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    to_dtype = name == "to" and not names_device(*args, **kwargs)
+    to_dtype = name in CASTS or (name == "to" and not names_device(*args, **kwargs))
     if not to_dtype:
         _LOG.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
+    offloaded = {parameter.dtype for parameter in model.parameters() if parameter.is_meta}
+    if offloaded and offloaded != {_TARGETS.get(name)}:
+        raise RuntimeError(
+            "You can't move a model that has some modules offloaded to cpu or disk. Nor does "
+            f"{name}() change the dtype of their weights: call remove_hook_from_submodules(model) first, which brings "
+            "them back, or load_checkpoint_and_dispatch with another dtype"
+        )
     return getattr(type(model), name)(model, *args, **kwargs)

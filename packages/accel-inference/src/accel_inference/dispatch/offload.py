@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from accel_inference.dispatch.moves import guard_moves
 from accel_inference.hooks.align import AlignDevicesHook, DeviceLike
 from accel_inference.hooks.attach import attach_align_device_hook
 from accel_inference.hooks.hook import add_hook_to_module
@@ -92,6 +93,7 @@ def _offload_all(
         preload_module_classes=preload_module_classes,
     )
     retie_parameters(model, ties)
+    guard_moves(model)
     return model
 
 

@@ -61,6 +61,8 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._placed: list[tuple[nn.Module, str, Tensor]] = []
         """Tensors that the weights replaced: module, name there, tensor on the meta device."""
+        self._buffers: dict[tuple[int, str], Tensor] = {}
+        """Offloaded buffers as they were read, by module and name; the forward has copies, which it may change."""
         self._block: tuple[Prefetcher, int] | None = None
         self._depth = 0
         """Forwards of the module that run now, one inside the other, and the thread that runs them."""
@@ -173,24 +175,41 @@ class AlignDevicesHook(ModelHook):
             owner, leaf = owner_of(module, name)
             empty = owner._parameters.get(leaf) if leaf in owner._parameters else owner._buffers[leaf]
             assert empty is not None
+            if leaf in owner._buffers and not empty.is_meta:
+                continue  # an earlier forward changed it
             self._placed.append((owner, leaf, empty))
+            if leaf in owner._buffers:
+                self._buffers[id(owner), leaf] = tensor
+                with torch.inference_mode(False):
+                    tensor = tensor.clone()
             place(owner, leaf, tensor.detach(), like=empty)
 
     @untraced
     def _offload(self) -> None:
-        """Puts the tensors without memory back, and ends the use of the weights."""
+        """Puts the tensors without memory back, and ends the use of the weights.
+
+        A buffer that the forward has changed stays in the module from now on: its value is in no file.
+        """
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._thread is None:
             return
         for owner, leaf, empty in self._placed:
-            (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = empty  # type: ignore[assignment]
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = empty  # type: ignore[assignment]
+            elif _same(owner._buffers.get(leaf), self._buffers[id(owner), leaf]):
+                owner._buffers[leaf] = empty
         self._placed, self._thread = [], None
+        self._buffers.clear()
         if self._block is not None:
             self._block[0].release(self._block[1])
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the block, which a copy registers with its own prefetcher."""
-        return {**self.__dict__, "_block": None, "_placed": [], "_depth": 0, "_thread": None}
+        return {**self.__dict__, "_block": None, "_placed": [], "_buffers": {}, "_depth": 0, "_thread": None}
+
+
+def _same(now: Tensor | None, before: Tensor) -> bool:
+    return now is not None and now.dtype == before.dtype and torch.equal(now, before)
 
 
 def _device(given: DeviceLike | None) -> torch.device:

@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_inference.module_tensors.ties import find_tied_parameters, retie_parameters
+from accel_inference.module_tensors.ties import (
+    find_tied_parameters,
+    forget_ties,
+    retie_equal_parameters,
+    retie_parameters,
+)
 
-MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
-"""Methods that move a module; a dispatched model has its own in their place."""
+CASTS = ("float", "double", "half", "bfloat16", "type")
+"""Methods that change the dtype of a module's tensors."""
+MOVES = ("to", "cpu", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu", "to_empty", "share_memory", *CASTS)
+"""Methods that move or convert a module; a dispatched or offloaded model has its own in their place."""
 
 
 class ModelHook:
@@ -135,12 +142,16 @@ def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def remove_hook_from_module(module: nn.Module, recurse: bool = False, *, detach: bool = True) -> nn.Module:
     """Removes the hook of a module, in place; with ``recurse`` those of its submodules, too.
 
-    Offloaded weights come back to where they were before, and those that are tied are one parameter again.
+    Offloaded weights come back to where they were before, and those that are tied are one parameter again; those that a
+    map had placed on several devices only where they end on one, with equal values.
     """
     ties = find_tied_parameters(module) if recurse and detach else []
     for part in list(module.modules()) if recurse else (module,):
         _remove_hook(part, detach=detach)
     retie_parameters(module, ties)
+    if recurse and detach:
+        for part in module.modules():
+            retie_equal_parameters(part, forget_ties(part))
     return module
 
 

@@ -69,7 +69,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     for name, module in model.named_modules():
         offloading = [hook for hook in hooks_of(module) if hook.offload and hook.weights_map is not None]
         for hook in offloading:
-            found.update(_offloaded(hook, name, kept))
+            changed = {f"{name}.{leaf}" if name else leaf for leaf, one in module.named_buffers() if not one.is_meta}
+            found.update(_offloaded(hook, name, kept - changed))
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for leaf, tensor in own:
             full = f"{name}.{leaf}" if name else leaf

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 _LOG = getLogger(__name__)
+_RECORDED = "_accel_ties"
 
 
 def find_tied_parameters(model: nn.Module, **_: Any) -> list[list[str]]:
@@ -34,6 +35,33 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
                 setattr(owner, leaf, chosen)
             else:
                 owner.register_parameter(leaf, nn.Parameter(chosen, requires_grad=chosen.is_floating_point()))
+
+
+def record_ties(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Keeps groups of names that cannot be one parameter now, because they are on several devices."""
+    if groups := [list(group) for group in tied_params]:
+        model.__dict__[_RECORDED] = groups
+
+
+def forget_ties(model: nn.Module) -> list[list[str]]:
+    """Groups that ``record_ties`` kept, which are no longer kept."""
+    found: list[list[str]] = model.__dict__.pop(_RECORDED, [])
+    return found
+
+
+def retie_equal_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Makes those of each group one parameter again that are on one device with equal values; others stay apart."""
+    for group in tied_params:
+        left = [name for name in group if not model.get_parameter(name).is_meta]
+        while left:
+            first = model.get_parameter(left[0])
+            alike = [name for name in left if _equal(model.get_parameter(name), first)]
+            retie_parameters(model, [alike])
+            left = [name for name in left[1:] if name not in alike]
+
+
+def _equal(one: nn.Parameter, other: nn.Parameter) -> bool:
+    return one is other or (one.device == other.device and one.dtype == other.dtype and torch.equal(one, other))
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:

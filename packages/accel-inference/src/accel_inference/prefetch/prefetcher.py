@@ -24,8 +24,8 @@ from accel_inference.prefetch.segments import Segment, SegmentState, WeightBlock
 from accel_inference.weights.sources import Source
 
 THREADS = (
-    "another thread computes with this model now, whose weights are offloaded: it has one place for each weight. "
-    "Use a lock around its calls, or a copy.deepcopy of the model in each thread"
+    "another thread computes with this model now, whose weights are offloaded or cast: it has one place for each "
+    "weight. Use a lock around its calls, or a copy.deepcopy of the model in each thread"
 )
 _LEAST_BUDGET = 256 * 2**20
 _BLOCKS_IN_BUDGET = 4
