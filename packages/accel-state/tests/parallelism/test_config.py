@@ -99,9 +99,29 @@ def test_expert_parallel_ranks_read_different_samples():
     assert (config.ep_enabled, config.non_dp_dim_names) == (True, [])
 
 
-def test_a_product_that_does_not_match_is_refused():
-    with pytest.raises(TopologyError, match="needs 2 processes, which does not match num_processes=3"):
-        ParallelismConfig(tp_size=2).data_shard(Topology.on_one_node(0, 3))
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "ep", "tp", "cp", "sp", "pp"])
+def test_a_product_that_does_not_match_is_refused_with_one_that_does(axis):
+    config = ParallelismConfig(**{f"{axis}_size": 2})
+    words = f"{axis}=2.* needs 2 processes, which does not match num_processes=3; .* be 3, as with {axis}_size=3$"
+    with pytest.raises(TopologyError, match=words):
+        config.data_shard(Topology.on_one_node(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "processes", "nearest"),
+    [
+        ({"tp_size": 2, "cp_size": 2}, 8, "dp_shard_size=2"),
+        ({"tp_size": 2, "dp_shard_size": 2}, 8, "dp_shard_size=4"),
+        ({"tp_size": 4}, 2, "tp_size=2"),
+        ({"pp_size": 2, "dp_shard_size": 3}, 4, "dp_shard_size=2"),
+        ({"tp_size": 2, "pp_size": 3}, 8, "pp_size=4"),
+        ({"tp_size": 2, "pp_size": 2}, 5, "num_processes=4 or num_processes=8"),
+        ({"tp_size": 4, "pp_size": 2}, 3, "num_processes=8"),
+    ],
+)
+def test_the_nearest_degrees_are_named(degrees, processes, nearest):
+    with pytest.raises(TopologyError, match=f"must be {processes}, as with {nearest}$"):
+        ParallelismConfig(**degrees).fitted(processes)
 
 
 @pytest.mark.parametrize(

@@ -484,6 +484,9 @@ def eager_gpt2() -> nn.Module:
             lambda: tiny_llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=24),
             "6 heads of attention, which 4 .*nearest: sp_size=3",
         ),
+        ({"pp_size": 2}, lambda: nn.Linear(2, 2), "Linear has no base_model and output embeddings"),
+        ({"pp_size": 2, "cp_size": 2}, eager_gpt2, "1 blocks do not make 2 pipeline stages; nearest: 1 stages"),
+        ({"tp_size": 2}, lambda: nn.Linear(2, 2), "Linear has no attention, feed-forward .*plan={...}.*or tp_size=1"),
         ({"ep_size": 2}, llama, "LlamaForCausalLM has no module of experts.*nearest: ep_size=1"),
         ({"ep_size": 3}, mixtral, "model.layers.0.mlp.experts has 4 experts, which 3 .*nearest: 2 ranks"),
         (

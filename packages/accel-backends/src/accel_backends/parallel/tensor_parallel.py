@@ -116,6 +116,12 @@ def _checked(
                 "before fully_shard, and once"
             )
     places = plan.modules(model)
+    if given == "derive" and size > 1 and not places:
+        raise PrepareError(
+            f"{type(model).__name__} has no attention, feed-forward network, embedding or head that plan='derive' "
+            f"knows and {size} tensor-parallel ranks divide, so every rank would compute all of it; nearest: "
+            "TorchTensorParallelConfig(plan={...}) with the names of its layers, or tp_size=1"
+        )
     for name, module, choice in places:
         if isinstance(choice.style, Style):
             choice.style.check(module, name, size)

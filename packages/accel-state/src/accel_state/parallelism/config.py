@@ -134,7 +134,7 @@ class ParallelismConfig:
         ``dp_replicate`` too.
 
         Raises:
-            TopologyError: the product of the degrees does not match.
+            TopologyError: the product of the degrees does not match; names degrees that would.
         """
         if self.total_size == world_size:
             return self
@@ -145,9 +145,18 @@ class ParallelismConfig:
         sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in self.active_mesh_dims)
         raise TopologyError(
             f"the parallelism ({sizes}) needs {self.total_size} processes, which does not match num_processes="
-            f"{world_size}; the product of the degrees must be {world_size}"
-            + ("" if left_over else f", as with dp_shard_size={self.size('dp_shard') * rest}")
+            f"{world_size}; the product of the degrees must be {world_size}{self._nearest(world_size)}"
         )
+
+    def _nearest(self, world_size: int) -> str:
+        """Degrees, each of which would make the product ``world_size``; numbers of processes that fit if none does."""
+        rest, left_over = divmod(world_size, self.total_size)
+        if not left_over:
+            return f", as with dp_shard_size={self.size('dp_shard') * rest}"
+        others = {axis: self.total_size // self.size(axis) for axis in self.active_mesh_dims}
+        fitting = [f"{axis}_size={world_size // rest}" for axis, rest in others.items() if world_size % rest == 0]
+        counts = [count for count in (rest * self.total_size, (rest + 1) * self.total_size) if count]
+        return f", as with {' or '.join(fitting or [f'num_processes={count}' for count in counts])}"
 
     def data_shard(self, topology: Topology) -> DataShard:
         """Returns the shard of the samples that the process at ``topology`` reads.
