@@ -14,7 +14,7 @@ from accel_data.observer import LoaderObserver
 from accel_data.options import LoaderOptions
 from accel_data.order.cursor import Cursor, Window, as_integer
 from accel_data.position import Phase, Position
-from accel_data.progress import LoaderProgress
+from accel_data.progress import LoaderProgress, warn_of_rest
 from accel_data.source import NothingLeft, Pass, Source
 from accel_data.workers import tell
 
@@ -356,7 +356,10 @@ class PreparedLoader:
         if self.options.allow_changed_data if allow_changed_data is None else allow_changed_data:
             state = saved.moved(*self._source.adapted(saved.record, saved.cursor))
         self._source.restore(state.record, state.cursor, state.private)
-        ended = state.ended or self._source.is_over(state.cursor)
+        ended = state.ended
+        if not ended and self._source.is_over(state.cursor):
+            ended = True
+            warn_of_rest(self._source, state.cursor)
         self._progress.go(Position().loaded(state.cursor, ended=ended), saved=state.state_dict())
         self._start = None
 

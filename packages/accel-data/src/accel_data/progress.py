@@ -1,12 +1,13 @@
 """Progress of a loader: its position and the pass in progress, whose deliveries are counted on demand."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from accel_data.order.cursor import Cursor
 from accel_data.position import Position
-from accel_data.source import Pass, Source
+from accel_data.source import NothingLeft, Pass, Source
 
 
 @final
@@ -42,6 +43,8 @@ class LoaderProgress:
         if self.live is not run:
             return
         if run.complete:
+            if run.start.samples and not (run.delivered or self.position.ended or isinstance(run, NothingLeft)):
+                warn_of_rest(source, run.start)
             position = self.counted(source)
             # Decided by facts that all ranks share, because this rank may have no batch in an epoch in which others
             # have one. The length of a user's dataset may be wrong, hence the second condition.
@@ -75,3 +78,20 @@ class LoaderProgress:
         # A script that counts batches skips all of an epoch that has ended; otherwise it means the next epoch.
         length = source.length(begin)
         return begin if length is not None and 0 < length <= batches else Cursor(next_.epoch)
+
+
+def warn_of_rest(source: Source, cursor: Cursor) -> None:
+    """Warns, on every rank, that ``drop_last`` drops what is left behind a loaded position: less than a step here."""
+    total, loader = source.total_dataset_length, source.dataloader
+    drops = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
+    if not drops or total == cursor.samples:
+        return
+    left = "what is left" if total is None else f"the {total - cursor.samples} samples that are left"
+    step = source.global_batch_size or source.total_batch_size
+    warnings.warn(
+        f"no batch is left in epoch {cursor.epoch} behind the loaded position, sample {cursor.samples}: a step of all "
+        f"ranks takes {step} samples here, and drop_last=True drops {left} as less than one. To deliver them, resume "
+        "on fewer ranks, with a smaller batch size, or with drop_last=False",
+        RuntimeWarning,
+        stacklevel=3,
+    )

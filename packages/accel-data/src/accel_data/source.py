@@ -97,6 +97,14 @@ class Pass(ABC):
         """Stops threads and drops iterators once the pass has ended or was abandoned. Default: drops the iterator."""
         self.batches = iter(())
 
+    def rewind(self, private: Mapping[str, Any] | None) -> None:
+        """Moves a dataset that keeps its own position back to where ``private`` was noted, once the pass is closed.
+
+        The next pass would otherwise lack what was read ahead. ``private``: ``Step.private`` of the batch delivered
+        last. Default: nothing is read ahead of it that matters.
+        """
+        return
+
 
 @final
 class NothingLeft(Pass):

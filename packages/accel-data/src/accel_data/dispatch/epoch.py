@@ -134,3 +134,5 @@ class DispatchPass(Pass):
         over = self._end is None or self._plan.left(self._end)
         if self._plan.base is not None and over:
             self._plan.base.close()
+            if self.delivered and not self.complete:
+                self._plan.base.rewind(self.step(self.delivered).private)

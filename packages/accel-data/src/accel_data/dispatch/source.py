@@ -120,7 +120,7 @@ class DispatchSource(Source):
     @property
     def ends_together(self) -> bool:
         """Whether the last step ends the epoch on every rank; a stateful sampler is read to its end on rank 0 only."""
-        return self.even_batches and not self._base.keeps_state
+        return (self.even_batches or self._dealer.drop_last) and not self._base.keeps_state
 
     def is_over(self, cursor: Cursor) -> bool:
         return self._base.is_over(cursor)

@@ -1,7 +1,7 @@
 """One pass over a stream, with the position behind each of its batches."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -9,8 +9,8 @@ from accel_data.iterable.capabilities import ReadStrategy
 from accel_data.iterable.lockstep import Lockstep, alone
 from accel_data.iterable.readers import ReaderPool
 from accel_data.iterable.reshard import ShardProgress
-from accel_data.iterable.resume import Readers, StreamPosition
-from accel_data.iterable.worker import Delivered, Start
+from accel_data.iterable.resume import POSITIONS_KEY, SNAPSHOTS_KEY, Readers, StreamPosition
+from accel_data.iterable.worker import Delivered, Snapshot, Start
 from accel_data.order.cursor import Cursor, Step
 from accel_data.source import Pass
 
@@ -64,16 +64,28 @@ class StreamEpoch(Pass):
         self._at = plan.begun
         self._behind: deque[tuple[int, StreamPosition, Any]] = deque([(-plan.dropped, plan.begun, None)], maxlen=3)
         self._iterator: Iterator[Any] = iter(())
-        self.batches = self._read()
+        self.batches = self._reading = self._read()
 
     @property
     def readers(self) -> Iterator[Any]:
         return self._iterator
 
     def close(self) -> None:
+        reading = self._reading
         super().close()
+        reading.close()
         self._pool.close(self._iterator)
         self._iterator = iter(())
+        if self.delivered and not self.complete:
+            self.rewind(next((at.private for number, at, _ in self._behind if number == self.delivered), None))
+
+    def rewind(self, private: Mapping[str, Any] | None) -> None:
+        """Only a dataset that this process reads has gone further than the loop."""
+        if private is None or self._plan.readers.workers:
+            return
+        (stop,), (snapshot,) = private[POSITIONS_KEY], private[SNAPSHOTS_KEY]
+        if snapshot is not None and stop < self._positions[0]:
+            self._pool.rewind(Snapshot(*snapshot), stop, self._positions[0] - stop)
 
     def step(self, number: int) -> Step:
         if number == 0 and self._behind[-1][0] < 0:  # the batches to drop have not been read
@@ -83,7 +95,7 @@ class StreamEpoch(Pass):
         self._plan.looked_at(position)
         return Step(position.cursor if number else self._plan.cursor, counts, private=position.private)
 
-    def _read(self) -> Iterator[Any]:
+    def _read(self) -> Generator[Any]:
         lockstep = self._plan.lockstep
         plan, stride, first, total = self._plan, self._pool.stride, 1 - self._plan.dropped, 0
         shards, strided = plan.readers.shards, plan.strategy.strided

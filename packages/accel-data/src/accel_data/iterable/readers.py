@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from accel_data.iterable.capabilities import choose_epoch, is_seekable
+from accel_data.iterable.rewind import own_attributes, rewind
 from accel_data.iterable.stride import Stride
-from accel_data.iterable.worker import Delivered, Start, StreamReader, WorkerInit
+from accel_data.iterable.worker import Delivered, Snapshot, Start, StreamReader, WorkerInit
 from accel_data.map.skip import iterated, let_go
 from accel_data.order.counter_rng import derive_key
 from accel_data.private import copied, drop_iterator, kept_iterator
@@ -38,7 +39,8 @@ class ReaderPool:
         self._inner = copied(loader, dataset=reader, batch_sampler=None, collate_fn=_unchanged, worker_init_fn=init)
         self._reading: Iterator[Any] | None = None
         # A dataset that has loaded a state begins there again; this copy begins at the front.
-        self._unsought = _copied(dataset) if is_seekable(dataset) else dataset
+        self._rewinds = is_seekable(dataset)
+        self._unsought = own_attributes(dataset) if self._rewinds else dataset
 
     def begin(self, start: Start) -> None:
         """Chooses where the next pass begins. Living workers keep an epoch's number only, so a position ends them."""
@@ -67,20 +69,17 @@ class ReaderPool:
             self._reading = None
         let_go(self._inner)
 
+    def rewind(self, snapshot: Snapshot, stop: int, ahead: int) -> None:
+        """Moves the dataset back to element ``stop`` of its stream, if the next pass would lose ``ahead`` elements."""
+        if self._rewinds:
+            self._rewinds = rewind(self._reader.dataset, snapshot, stop, ahead)
+
     def first_batch(self) -> Delivered | None:
         """The first batch of this rank's stream, read here: it fills up steps of a pass that begins behind its end."""
         reader = copy.copy(self._reader)
         reader.start, reader.dataset = Start(reader.start.epoch), self._unsought
         choose_epoch(reader.dataset, reader.start.epoch)
         return next(iter(reader), None)
-
-
-def _copied(dataset: Any) -> Any:
-    """Returns a shallow copy with attributes of its own; copies of Hugging Face ``datasets`` share their dict."""
-    other = copy.copy(dataset)
-    if hasattr(dataset, "__dict__"):
-        other.__dict__ = dict(vars(dataset))
-    return other
 
 
 def _unchanged(item: Any) -> Any:

@@ -156,9 +156,10 @@ class StreamSource(Source):
 
     @property
     def ends_together(self) -> bool:
-        """Where steps are filled up: of one stream that all read, or by agreement."""
-        alone = self._shard.count == 1
-        return alone or (self.even_batches and (self._current.strided or self._lockstep is not None))
+        """Where steps are filled up or dropped: of one stream that all read, or by agreement."""
+        if self._shard.count == 1 or (self._loader.drop_last and self._current.strided):
+            return True
+        return self.even_batches and (self._current.strided or self._lockstep is not None)
 
     def record(self, *, between: bool) -> dict[str, Json]:
         record = self._position.record()

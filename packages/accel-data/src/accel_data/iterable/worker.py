@@ -1,5 +1,6 @@
 """The reader of an iterable dataset, as it runs in a loader's worker or in the process of the rank."""
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -82,11 +83,11 @@ def open_stream(dataset: Any, snapshot: Snapshot | None) -> tuple[Iterator[Any],
     """
     in_dataset = is_seekable(dataset, in_worker=get_worker_info() is not None)
     if snapshot is not None and in_dataset:
-        dataset.load_state_dict(snapshot.state)
+        dataset.load_state_dict(copy.deepcopy(snapshot.state))  # it may go on to change what it was given
     iterator: Any = iter(dataset)
     stateful = dataset if in_dataset else iterator if is_seekable(iterator) else None
     if snapshot is not None and stateful is not None and not in_dataset:
-        stateful.load_state_dict(snapshot.state)
+        stateful.load_state_dict(copy.deepcopy(snapshot.state))
     return continuing(iterator), stateful
 
 
@@ -314,7 +315,8 @@ class _Camera:
         began = time.perf_counter()
         if self._batches % self._every if self._every else began < self._next:
             return None
-        snapshot = Snapshot(at, self._stateful.state_dict())
+        # A copy, because what the dataset returns may be what it goes on to change.
+        snapshot = Snapshot(at, copy.deepcopy(self._stateful.state_dict()))
         ended = time.perf_counter()
         self._next = ended + (ended - began) / _SNAPSHOT_SHARE
         return snapshot

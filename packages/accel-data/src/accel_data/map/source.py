@@ -302,7 +302,8 @@ class MapSource(Source):
     @property
     def ends_together(self) -> bool:
         """Whether all ranks have equally many batches; a sharding function may end anywhere."""
-        return self._shard.count == 1 or (self.even_batches and not callable(self._options.sharding))
+        alike = self.even_batches or self._parts.drop_last
+        return self._shard.count == 1 or (alike and not callable(self._options.sharding))
 
     def is_over(self, cursor: Cursor) -> bool:
         """Computed; False for user samplers and sharding functions, whose end is known only after parts."""
