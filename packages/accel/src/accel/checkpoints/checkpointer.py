@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
 from accel.checkpoints.requests import LoadRequest, SaveRequest
-from accel.checkpoints.restore import Restoration, restore_local
+from accel.checkpoints.restore import WINDOW_WEIGHTS, Restoration, restore_local
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription
 from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_load_hooks, run_save_hooks
 from accel.checkpoints.train_state import (
@@ -246,6 +246,8 @@ class Checkpointer:
         local.update({name: own for name, own in positions.items() if own is not None})
         if clock.open:
             local[open_window.GRADIENTS] = open_window.collect(backend, models)
+            if weights := clock.weights():
+                local[WINDOW_WEIGHTS] = weights
         return request, local
 
     def _warn_of_metrics(self, notes: "SaveMetrics") -> None:

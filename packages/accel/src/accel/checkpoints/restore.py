@@ -15,6 +15,7 @@ from torch import nn
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, check_parts
 from accel.checkpoints.run_facts import SEED_KEY, RunDescription
 from accel.checkpoints.train_state import LoaderState, Stateful, TrainState
+from accel.loop.accumulator import StepClock
 from accel_backends.ops.dtensor import sharded_like
 from accel_backends.roles import unreduced_gradients as open_window
 from accel_backends.roles.prepared_states import ModelState, OptimizerState
@@ -22,7 +23,6 @@ from accel_backends.roles.saved_state_check import PartReport, check_keys
 from accel_state.pytree.saved_shapes import is_packed
 
 if TYPE_CHECKING:
-    from accel.loop.accumulator import StepClock
     from accel_backends import Backend
     from accel_ckpt import Checkpoint
     from accel_ckpt.loading.cooperative_read import RankReads
@@ -34,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOCK = "clock"
 """Name of the part that counts micro-steps; the gradients of an open window go with it."""
+WINDOW_WEIGHTS = "window_weights"
+"""Name of this rank's weights in open windows."""
 
 
 @final
@@ -227,7 +229,7 @@ def restore_local(
     clock: "StepClock",
     options: LoadOptions,
 ) -> None:
-    """Random state, and with the clock the gradients of a window that was open, if they are among the parts to load.
+    """Random state, and with the clock gradients and weights of an open window, if they are among the parts to load.
 
     Where no window was open, gradients that this run has accumulated are dropped: they belong to no saved step.
     """
@@ -244,6 +246,18 @@ def restore_local(
             rank=session.rank,
             world_size=session.world_size,
         )
+        clock.load_weights(_weights(checkpoint, session))
+
+
+def _weights(checkpoint: "Checkpoint", session: "Session") -> dict[str, float]:
+    """Weights of this rank in open windows; on another number of ranks, as the gradients, rank 0 takes the sum."""
+    same = checkpoint.world_size == session.world_size
+    totals: dict[str, float] = {}
+    for source in [session.rank] if same else range(checkpoint.world_size):
+        found: Any = checkpoint.read_local(WINDOW_WEIGHTS, source)
+        for text, weight in (found or {}).items():
+            totals[text] = totals.get(text, 0.0) + weight
+    return totals if same or session.rank == 0 else dict.fromkeys(totals, 0.0)
 
 
 def _restore_random_state(checkpoint: "Checkpoint", backend: "Backend") -> None:
@@ -280,7 +294,7 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
     error: Exception | None = None
     try:
         for name, (part, state) in parts.items():
-            if isinstance(part, LoaderState):
+            if isinstance(part, LoaderState | StepClock):
                 undo.append(part.undo())
             else:
                 own = part.state_dict()

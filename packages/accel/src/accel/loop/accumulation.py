@@ -33,7 +33,9 @@ def correct_short_window(clock: StepClock, models: Iterable[nn.Module], over: Av
     clock.correction = 1.0
 
 
-def weighted_scale(window: AccumulationWindow, weight: Weight, over: Averager, device: torch.device) -> torch.Tensor:
+def weighted_scale(
+    window: AccumulationWindow, weight: Weight, over: Averager, device: torch.device
+) -> torch.Tensor | float:
     """Factor of a summed loss before the backward, given the averaging group; adds ``weight`` to the window.
 
     Sums are divided by a power of two near the total weight of the previous window, so that half-precision gradients
@@ -82,7 +84,7 @@ def normalise(window: AccumulationWindow, models: Iterable[nn.Module], over: Ave
     Collective: every rank of the group must call this. It is local if no other rank averages gradients with this one.
     """
     total, before = window.weight, window.denominator
-    assert total is not None
+    assert isinstance(total, torch.Tensor)  # the last loss has added its weight
     assert before is not None
     total = _summed(total, over)
     total = torch.where(total > 0, total, torch.ones_like(total))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, final
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Key = tuple[int, ...]
 """Models for which a window accumulates, as positions among the prepared ones; empty: all models."""
 
-STEPS_KEY = "steps"
+STEPS_KEY, DIVISORS_KEY = "steps", "divisors"
 PATIENCE = 100
 """Rounds for which an unfinished window keeps the loss scale from changing; afterwards it counts as abandoned."""
 
@@ -87,7 +87,7 @@ class AccumulationWindow:
     Attributes:
         step: micro-batches since a loader last ended.
         position: micro-batches of this window so far, of the expected ``size``.
-        weight: sum of the weights given on this rank; None: none yet.
+        weight: sum of the weights given on this rank; None: none yet. A number, as the two divisors, if it was loaded.
         denominator: divisor of summed losses in this window so far.
         reference: the denominator with which the next window starts.
         stepped: an optimizer has stepped since the loss scale was last adapted.
@@ -115,9 +115,9 @@ class AccumulationWindow:
         self.step = step
         self.position = 0
         self.size = 1
-        self.weight: torch.Tensor | None = None
-        self.denominator: torch.Tensor | None = None
-        self.reference: torch.Tensor | None = None
+        self.weight: torch.Tensor | float | None = None
+        self.denominator: torch.Tensor | float | None = None
+        self.reference: torch.Tensor | float | None = None
         self.stepped = False
         self.rounds = 0
         self.cleared: set[int] = set()
@@ -297,7 +297,8 @@ class StepClock:
     def _tick_planned(self, window: AccumulationWindow, planned: WindowFacts) -> bool:
         if planned.index == 0:
             window.restart(planned.size)
-        window.position = planned.index + 1
+        # Another number of ranks, which resumes inside the window, divides it into other micro-batches.
+        window.position, window.size = planned.index + 1, planned.size
         window.step += 1
         self.due = window.position == planned.size
         self.share = planned.share
@@ -360,21 +361,56 @@ class StepClock:
         self.correction = 1.0
 
     def state_dict(self) -> dict[str, object]:
-        """Micro-batches by group of models, as JSON. Gradients of open windows are saved separately."""
-        steps = {
-            ",".join(map(str, key)): [window.step, window.position, window.size]
-            for key, window in self._windows.items()
+        """Micro-batches and divisors of summed losses by group of models, as JSON.
+
+        Gradients of open windows, and the weights of each rank in them, are saved separately.
+        """
+        windows = self.windows()
+        steps = {text: [window.step, window.position, window.size] for text, window in windows.items()}
+        divisors = {
+            text: [None if one is None else float(one) for one in (window.denominator, window.reference)]
+            for text, window in windows.items()
+            if window.reference is not None
         }
-        return {STEPS_KEY: steps}
+        return {STEPS_KEY: steps, DIVISORS_KEY: divisors} if divisors else {STEPS_KEY: steps}
+
+    def windows(self) -> dict[str, AccumulationWindow]:
+        """Returns the windows by their groups of models, as text."""
+        return {",".join(map(str, key)): window for key, window in self._windows.items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restores the counts of ``state_dict``."""
-        steps = state[STEPS_KEY]
+        """Restores the counts and divisors of ``state_dict``."""
+        steps, divisors = state[STEPS_KEY], state.get(DIVISORS_KEY, {})
         assert isinstance(steps, Mapping)
+        assert isinstance(divisors, Mapping)
         self.reset()
         for text, (step, position, size) in steps.items():
             key = tuple(int(part) for part in text.split(",") if part)
             window = self._windows.setdefault(key, AccumulationWindow())
             self.claimed.update(key)
             window.step, window.position, window.size = step, position, size
+            window.denominator, window.reference = divisors.get(text, (None, None))
         self.window = self._windows[()]
+
+    def weights(self) -> dict[str, float]:
+        """Returns the sum of this rank's weights in each open window that has some, by group of models."""
+        windows = self.windows().items()
+        return {text: float(window.weight) for text, window in windows if window.open and window.weight is not None}
+
+    def load_weights(self, weights: Mapping[str, float]) -> None:
+        """Restores ``weights``, after ``load_state_dict``."""
+        windows = self.windows()
+        for text, weight in weights.items():
+            windows[text].weight = weight
+
+    def undo(self) -> Callable[[], None]:
+        """Returns a function that undoes every load from now on, for a load that another object refuses."""
+        before = {name: getattr(self, name) for name in ("due", "share", "correction", "key", "window", "unstepped")}
+        windows, claimed = dict(self._windows), set(self.claimed)
+
+        def undo() -> None:
+            for name, value in before.items():
+                setattr(self, name, value)
+            self._windows, self.claimed = windows, claimed
+
+        return undo

@@ -1,0 +1,82 @@
+"""A run that is resumed inside an accumulation window takes the steps of an uninterrupted run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
+from accel.loop.accumulator import StepClock
+from accel_data.order.cursor import Window
+
+
+def trained(stop: int, place: Path, begin: Path | None = None, *, weighted: bool) -> torch.Tensor:
+    """The weights behind ``stop`` samples, where the state is saved too."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(global_batch_size=24, data_seed=7))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=torch.float64)
+    samples = [(x, x.abs().sum().round() + 1) for x in torch.randn(96, 3, dtype=torch.float64)]
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), 0.01), DataLoader(samples, batch_size=2, shuffle=True)
+    )
+    if begin is not None:
+        accelerator.load_state(begin)
+    for x, terms in loader:
+        with accelerator.accumulate(model):
+            losses = model(x).square().sum(1) * terms
+            if weighted:
+                accelerator.backward(losses.sum(), weight=terms.sum())
+            else:
+                accelerator.backward(losses.mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if loader.position.samples >= stop:
+            break
+    accelerator.save_state(place)
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("stop", [36, 50])
+def test_a_run_resumed_inside_a_window_takes_the_same_steps(tmp_path: Path, stop: int, weighted: bool) -> None:
+    whole = trained(96, tmp_path / "whole", weighted=weighted)
+    trained(stop, tmp_path / "first", weighted=weighted)
+    trained(stop + 4, tmp_path / "second", tmp_path / "first", weighted=weighted)
+    resumed = trained(96, tmp_path / "third", tmp_path / "second", weighted=weighted)
+    torch.testing.assert_close(resumed, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_a_window_that_other_ranks_divide_otherwise_stays_open() -> None:
+    """Two ranks saved it in the third of 6 micro-batches, and this rank saves it again in the tenth of its 12."""
+
+    class Loader:
+        window = Window(9, 12, 1 / 12)
+        batches_left, end_of_dataloader, weight = None, False, 1.0
+
+        def claim(self) -> None:
+            pass
+
+        def disclaim(self) -> None:
+            pass
+
+    clock = StepClock(GradientAccumulationPlugin(num_steps=1))
+    clock.load_state_dict({"steps": {"": [3, 3, 6]}})
+    clock.began(loader := Loader())
+    assert not clock.tick()
+    assert clock.open
+    assert clock.state_dict() == {"steps": {"": [4, 10, 12]}}
+    assert loader.window.size == 12
+
+
+def test_a_refused_load_keeps_the_weights_of_the_window() -> None:
+    clock = StepClock(GradientAccumulationPlugin(num_steps=4))
+    clock.tick()
+    clock.window.weight = clock.window.denominator = 3.0
+    undo, before = clock.undo(), clock.weights()
+    clock.load_state_dict({"steps": {"": [0, 0, 1], "0": [1, 1, 4]}})
+    assert clock.weights() == {}
+    undo()
+    assert clock.weights() == before == {"": 3.0}
+    assert list(clock.windows()) == [""]
