@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.dispatch.offload import cpu_offload, disk_offload
 from accel_inference.hooks.align import AlignDevicesHook
 from accel_inference.hooks.attach import attach_align_device_hook
@@ -277,3 +278,33 @@ def test_layers_that_are_offloaded_are_not_cast_afterwards(model):
     cpu_offload(model)
     with pytest.raises(ValueError, match=r"2 of 2 layers are offloaded already.*attach layerwise casting first"):
         attach_layerwise_casting_hooks(model, torch.float16, torch.float32)
+
+
+class Adapted(nn.Module):
+    """An adapter as peft makes it: where the layer's weights are."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, layer.out_features, bias=False, device=layer.weight.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.down(x)
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk", "map"])
+def test_weights_that_nothing_fills_are_refused_by_name(model, way, tmp_path):
+    if way == "map":
+        dispatch_model(model, {name: "disk" for name, _ in model.named_children()}, offload_dir=tmp_path)
+    else:
+        cpu_offload(model) if way == "cpu" else disk_offload(model, tmp_path)
+    before = model(X)
+    (name,) = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)][:1]
+    model.set_submodule(name, Adapted(model.get_submodule(name)))
+    for _ in range(2):  # and nothing stays onloaded after the first error
+        with pytest.raises(
+            RuntimeError, match=rf"^{name}\.down\.weight have no values: their modules were added after"
+        ):
+            model(X)
+    nn.init.zeros_(model.get_submodule(name).down.to_empty(device="cpu").weight)
+    assert torch.equal(model(X), before)

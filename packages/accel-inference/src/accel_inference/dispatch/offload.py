@@ -83,7 +83,9 @@ def _offload_all(
     weights.tie(ties)
     buffers = {name: one for name, one in persistent_buffers(model) if offload_buffers or one.is_meta}
     weights.check({**dict(model.named_parameters(remove_duplicate=False)), **buffers})
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    root = AlignDevicesHook(io_same_device=True)
+    root.checks_weights = True
+    add_hook_to_module(model, root, append=True)
     attach_align_device_hook(
         model,
         execution_device=execution_device,

@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_inference.hooks.hook import ModelHook
+from accel_inference.hooks.hook import ModelHook, SequentialHook
 from accel_inference.module_tensors.access import (
     TiedParams,
     get_non_persistent_buffers,
@@ -36,6 +37,7 @@ class AlignDevicesHook(ModelHook):
         place_submodules: whether the hook is responsible for the tensors of submodules, too.
         skip_keys: keyword arguments that stay where they are.
         tied_params_map: copies of tied tensors by device, so that a device has one.
+        checks_weights: whether each forward refuses parameters without values that no hook fills.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class AlignDevicesHook(ModelHook):
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
+        self.checks_weights = False
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._placed: list[tuple[nn.Module, str, Tensor]] = []
@@ -90,6 +93,8 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.checks_weights:
+            check_weights(module)
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
@@ -206,6 +211,39 @@ class AlignDevicesHook(ModelHook):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the block, which a copy registers with its own prefetcher."""
         return {**self.__dict__, "_block": None, "_placed": [], "_buffers": {}, "_depth": 0, "_thread": None}
+
+
+def hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
+    """The hooks of a module that place its weights."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    every = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return [each for each in every if isinstance(each, AlignDevicesHook)]
+
+
+@untraced
+def check_weights(model: nn.Module) -> None:
+    """Refuses parameters without values that no hook fills: torch computes with them from memory that nobody wrote.
+
+    Raises:
+        RuntimeError: names them.
+    """
+    if empty := list(islice(_without_values(model, ""), 8)):
+        raise RuntimeError(
+            f"{', '.join(empty)} have no values: their modules were added after the model was offloaded, on the meta "
+            "device, where its weights are between forwards; nearest: add them, for example adapters of peft, before "
+            "dispatch_model, cpu_offload or disk_offload"
+        )
+
+
+def _without_values(module: nn.Module, prefix: str) -> Iterator[str]:
+    filled = [one for one in hooks_of(module) if one.offload or str(one.execution_device) == "meta"]
+    if any(one.place_submodules for one in filled):
+        return
+    if not filled:
+        yield from (prefix + name for name, one in module._parameters.items() if one is not None and one.is_meta)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _without_values(child, f"{prefix}{name}.")
 
 
 def _same(now: Tensor | None, before: Tensor) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accel_inference.hooks.align import AlignDevicesHook, DeviceLike
+from accel_inference.hooks.align import AlignDevicesHook, DeviceLike, hooks_of
 from accel_inference.hooks.hook import add_hook_to_module
 from accel_inference.hooks.layerwise_casting import LayerwiseCastingHook
 from accel_inference.module_tensors.access import TiedParams, set_module_tensor_to_device
@@ -107,6 +107,9 @@ def attach_align_device_hook_on_blocks(  # noqa: PLR0913  (the signature that us
         "tied_params_map": tied_params_map,
     }
     _attach_below(module, module_name, devices, offloads, rest, root=module_name)
+    if any(offloads.values()):
+        for hook in hooks_of(module):
+            hook.checks_weights = hook.io_same_device
 
 
 def _attach_below(

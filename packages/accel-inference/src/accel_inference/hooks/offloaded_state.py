@@ -2,21 +2,12 @@
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_inference.hooks.align import AlignDevicesHook, DeviceLike
-from accel_inference.hooks.hook import SequentialHook
+from accel_inference.hooks.align import AlignDevicesHook, DeviceLike, hooks_of
 from accel_inference.module_tensors.access import set_module_tensor_to_device
-
-
-def hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
-    """The hooks of a module that place its weights."""
-    hook: Any = getattr(module, "_hf_hook", None)
-    every = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return [each for each in every if isinstance(each, AlignDevicesHook)]
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
