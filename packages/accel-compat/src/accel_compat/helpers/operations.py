@@ -4,11 +4,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
+
 from accel_compat.state.process_state import SharedPartialState
 from accel_state.collectives import tensors
 from accel_state.enums import DistributedType
 from accel_state.errors import CollectiveMismatchError
 from accel_state.pytree.operations import find_device, get_shape
+from accel_state.pytree.structure import flatten, leaves_of, unflatten
 
 MODULE = "accelerate.utils.operations"
 
@@ -58,9 +61,20 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 @_verified
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduces every tensor over the processes; ``"none"`` is the sum, and ``scale`` counts on XLA devices only."""
+    """Reduces every tensor over the processes; ``"none"`` is the sum, and ``scale`` counts on XLA devices only.
+
+    The sum of booleans says whether any is true.
+    """
     on_xla = SharedPartialState().distributed_type == DistributedType.XLA
-    return tensors.reduce(tensor, "sum" if reduction == "none" else reduction, scale if on_xla else 1.0, verify=False)
+    reduction = "sum" if reduction == "none" else reduction
+    reduced = tensors.reduce(tensor, reduction, scale if on_xla else 1.0, verify=False)
+    if reduction != "sum":
+        return reduced
+    leaves, structure = flatten(reduced)
+    dtypes = [getattr(one, "dtype", None) for one in leaves_of(tensor)]
+    return unflatten(
+        [new.bool() if dtype == torch.bool else new for new, dtype in zip(leaves, dtypes, strict=True)], structure
+    )
 
 
 def gather_object(object: Any) -> Any:
