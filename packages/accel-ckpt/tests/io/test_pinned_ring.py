@@ -64,6 +64,26 @@ def test_each_block_is_waited_for_before_it_is_read_or_filled_again(monkeypatch:
     assert done == list(range(4)), "the last three blocks may still be on their way"
 
 
+def test_a_copy_is_waited_for_on_the_stream_of_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            seen.append(device)
+
+        def record(self, stream: str) -> None:
+            seen.append(stream)
+
+        def synchronize(self) -> None:
+            seen.append("waited")
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    second = torch.device("cuda:1")  # while another device is the current one
+    pinned_ring._end_of_stream(second)()
+    assert seen == [second, "stream of cuda:1", "waited"]
+
+
 def test_saves_snapshots_and_loads_pass_through_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not uses_ring(torch.device("cpu"))
     passed: list[int] = []
