@@ -80,8 +80,8 @@ def attach_layerwise_casting_hooks(
 
     Modules whose name matches one of the patterns, or that are of one of the classes, are left out with all below them.
     So are layers that share a weight with a module that is not cast, such as a head tied to an embedding, which would
-    compute in the dtype of the storage. A model that asks for the dtype of a layer's weight before it calls the layer, as
-    T5 does for ``wo``, needs that layer among the patterns.
+    compute in the dtype of the storage. A model that asks for the dtype of a layer's weight before it calls the layer,
+    as T5 does for ``wo``, needs that layer among the patterns.
 
     Raises:
         ValueError: the weights of a layer are offloaded already, and keep the dtype that they have there.
