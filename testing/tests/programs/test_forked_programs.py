@@ -143,10 +143,12 @@ def test_its_processes_that_stay_behind_are_found_and_ended(tmp_path: Path) -> N
 @pytest.mark.skipif(not is_possible(), reason="needs clone(2) by a number that is known for this machine")
 @pytest.mark.parametrize("launcher", ["accel", "torchrun"])
 def test_a_launcher_forks_its_ranks(tmp_path: Path, launcher: str) -> None:
-    text = """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup, which programs inherit
+    text = f"hang_up = {'SIG_IGN' if ignored else 'SIG_DFL'!r}"
+    text += """
 import os, signal, sys
 signals = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
-assert signals == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler], signals
+assert signals == [signal.SIG_DFL, getattr(signal, hang_up), signal.default_int_handler], signals
 print(os.environ["RANK"], os.getpid(), os.getppid(), early, sorted(name for name in sys.modules if name == "torch"))
 import torch
 torch.distributed.init_process_group("gloo")
