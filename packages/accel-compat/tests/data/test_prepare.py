@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from accel_testing.ranks.pool import RankPool
+from accel.utils import ParallelismConfig
+from accel_compat.facade.accelerator import CompatAccelerator
+from accel_compat.options.handlers import DataLoaderConfiguration
+from accel_compat.state.accelerator_state import SharedAcceleratorState
 
 
 class Stream(IterableDataset[int]):
@@ -50,37 +53,29 @@ def test_a_batch_of_one_sample_is_not_split(data: Any) -> None:
         read(0, DataLoader(data, 1), split_batches=True)
 
 
-def dispatched(*, drop_last: bool, tensor_parallel: bool) -> tuple[list[list[int]], int]:
-    from accel_compat import install, uninstall
-    from accel_compat.state.accelerator_state import SharedAcceleratorState
-
-    install()
-    try:
-        from accelerate import Accelerator
-        from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
-
-        accelerator = Accelerator(
-            cpu=True,
-            dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
-            parallelism_config=ParallelismConfig(tp_size=2) if tensor_parallel else None,
-        )
-        loader = accelerator.prepare(DataLoader(range(7), 2, drop_last=drop_last))  # type: ignore[arg-type]
-        return [batch.tolist() for batch in loader], len(loader)
-    finally:
-        SharedAcceleratorState._reset_state(reset_partial_state=True)
-        uninstall()
+def dispatched(**options: Any) -> tuple[list[list[int]], int]:
+    """The batches of this rank, and the length of the loader, of seven samples in batches of two that rank 0 reads."""
+    drop_last = options.pop("drop_last")
+    accelerator = CompatAccelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True), **options
+    )
+    loader = accelerator.prepare(DataLoader(range(7), 2, drop_last=drop_last))  # type: ignore[arg-type]
+    found = [batch.tolist() for batch in loader], len(loader)
+    SharedAcceleratorState._reset_state(reset_partial_state=True)
+    return found
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("drop_last", "expected"), [(True, [[[0, 1]], [[2, 3]]]), (False, [[[0, 1], [4, 5]], [[2, 3], [6, 0]]])]
 )
 def test_a_dispatched_batch_that_is_not_full_is_dropped_or_filled(
-    rank_pool: RankPool, drop_last: bool, expected: list[list[list[int]]]
+    rank: int, drop_last: bool, expected: list[list[list[int]]]
 ) -> None:
-    found = rank_pool.run(dispatched, drop_last=drop_last, tensor_parallel=False, ranks=2)
-    assert found == [(batches, len(batches)) for batches in expected]
+    assert dispatched(drop_last=drop_last) == (expected[rank], len(expected[rank]))
 
 
-def test_tensor_parallel_processes_are_dispatched_the_same_rows(rank_pool: RankPool) -> None:
-    found = rank_pool.run(dispatched, drop_last=True, tensor_parallel=True, ranks=2)
-    assert found == [([[0, 1], [2, 3], [4, 5]], 3)] * 2
+@pytest.mark.ranks(2)
+def test_tensor_parallel_processes_are_dispatched_the_same_rows(rank: int) -> None:
+    found = dispatched(drop_last=True, parallelism_config=ParallelismConfig(tp_size=2))
+    assert found == ([[0, 1], [2, 3], [4, 5]], 3)

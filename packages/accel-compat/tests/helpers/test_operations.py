@@ -1,31 +1,24 @@
 """Collectives with Accelerate's arguments."""
 
+import pytest
 import torch
 
-from accel_testing.ranks.pool import RankPool
+from accel_compat.facade.accelerator import CompatAccelerator
+from accel_compat.state.accelerator_state import SharedAcceleratorState
 
 
-def reduced() -> list[list[float | bool]]:
-    from accel_compat import install, uninstall
-    from accel_compat.state.accelerator_state import SharedAcceleratorState
-
-    install()
-    try:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=True)
-        given = torch.tensor([1.0, 4.0]) * (accelerator.process_index + 1)
-        options = [{}, {"reduction": "mean"}, {"reduction": "max"}, {"reduction": "none"}, {"scale": 0.5}]
-        flags = {"any": torch.tensor([accelerator.process_index == 1, False])}
-        return [
-            *(accelerator.reduce(given, **one).tolist() for one in options),
-            accelerator.reduce(flags)["any"].tolist(),
-        ]
-    finally:
-        SharedAcceleratorState._reset_state(reset_partial_state=True)
-        uninstall()
-
-
-def test_reductions_are_those_of_accelerate(rank_pool: RankPool) -> None:
-    expected = [[3.0, 12.0], [1.5, 6.0], [2.0, 8.0], [3.0, 12.0], [3.0, 12.0], [True, False]]
-    assert rank_pool.run(reduced, ranks=2) == [expected] * 2
+@pytest.mark.ranks(2)
+def test_reductions_are_those_of_accelerate(rank: int) -> None:
+    accelerator = CompatAccelerator(cpu=True)
+    given = torch.tensor([1.0, 4.0]) * (rank + 1)
+    for options, expected in (
+        ({}, [3.0, 12.0]),
+        ({"reduction": "mean"}, [1.5, 6.0]),
+        ({"reduction": "max"}, [2.0, 8.0]),
+        ({"reduction": "none"}, [3.0, 12.0]),
+        ({"scale": 0.5}, [3.0, 12.0]),
+    ):
+        assert accelerator.reduce(given, **options).tolist() == expected, options
+    flags = accelerator.reduce({"any": torch.tensor([rank == 1, False])})["any"]
+    assert (flags.dtype, flags.tolist()) == (torch.bool, [True, False])
+    SharedAcceleratorState._reset_state(reset_partial_state=True)

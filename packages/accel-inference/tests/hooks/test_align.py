@@ -299,7 +299,7 @@ def test_weights_that_nothing_fills_are_refused_by_name(model, way, tmp_path):
     else:
         cpu_offload(model) if way == "cpu" else disk_offload(model, tmp_path)
     before = model(X)
-    (name,) = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)][:1]
+    name = next(name for name, one in model.named_modules() if isinstance(one, nn.Linear))
     model.set_submodule(name, Adapted(model.get_submodule(name)))
     for _ in range(2):  # and nothing stays onloaded after the first error
         with pytest.raises(

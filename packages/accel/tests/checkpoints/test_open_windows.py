@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from accel.loop.accumulator import StepClock
 from accel_data.order.cursor import Window
+from accel_testing.ranks.pool import RankPool
 
 
 def trained(stop: int, place: Path, begin: Path | None = None, *, weighted: bool) -> torch.Tensor:
@@ -41,11 +42,20 @@ def trained(stop: int, place: Path, begin: Path | None = None, *, weighted: bool
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("stop", [36, 50])
 def test_a_run_resumed_inside_a_window_takes_the_same_steps(tmp_path: Path, stop: int, weighted: bool) -> None:
-    whole = trained(96, tmp_path / "whole", weighted=weighted)
+    uninterrupted = trained(96, tmp_path / "uninterrupted", weighted=weighted)
     trained(stop, tmp_path / "first", weighted=weighted)
     trained(stop + 4, tmp_path / "second", tmp_path / "first", weighted=weighted)
     resumed = trained(96, tmp_path / "third", tmp_path / "second", weighted=weighted)
-    torch.testing.assert_close(resumed, whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(resumed, uninterrupted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_window_moves_between_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    uninterrupted = trained(96, tmp_path / "uninterrupted", weighted=True)
+    rank_pool.run(trained, 36, tmp_path / "two", weighted=True, ranks=2)
+    trained(40, tmp_path / "one", tmp_path / "two", weighted=True)
+    found = rank_pool.run(trained, 96, tmp_path / "three", tmp_path / "one", weighted=True, ranks=3)
+    for weights in found:
+        torch.testing.assert_close(weights, uninterrupted, rtol=1e-10, atol=1e-12)
 
 
 def test_a_window_that_other_ranks_divide_otherwise_stays_open() -> None:

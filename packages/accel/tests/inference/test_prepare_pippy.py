@@ -133,7 +133,9 @@ def test_encoders_and_encoder_decoders_compute_what_the_plain_model_computes(ran
             model.generate(*([batch["input_ids"]] if rank == 0 else []), max_new_tokens=3)
 
 
-def stages_compute_the_plain_model(rank, ranks):
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (3, 4)])
+def test_more_stages_compute_the_plain_model(rank, ranks):
     model, expected = llama(tie=True).double(), llama(tie=True).double().eval()
     prepare_pippy(model, gather_output=True)
     assert len(model.hf_split_points) == ranks - 1
@@ -144,18 +146,6 @@ def stages_compute_the_plain_model(rank, ranks):
     options = {"max_new_tokens": 3, "do_sample": False}
     given = (TOKENS[:2, :5],) if rank == 0 else ()
     assert model.generate(*given, **options).equal(expected.generate(TOKENS[:2, :5], use_cache=False, **options))
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(3)
-def test_three_stages_compute_the_plain_model(rank):
-    stages_compute_the_plain_model(rank, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-def test_four_stages_compute_the_plain_model(rank):
-    stages_compute_the_plain_model(rank, 4)
 
 
 @pytest.mark.ranks(2)

@@ -85,7 +85,7 @@ def prepare_data_loader(  # noqa: PLR0913  (the signature that users know)
     kwargs = carried(dataloader) | _batching(dataloader, dataset, sampler, by_sampler=batched_by_sampler)
     if isinstance(dataset, CompatIterableShard) and not dispatch_batches and dataloader.batch_size is not None:
         parts = num_processes if split_batches else 1
-        kwargs["batch_size"] = max(1, dataloader.batch_size // parts)
+        kwargs["batch_size"] = dataloader.batch_size // parts
     elif (
         _is_shardable(dataloader.dataset, num_processes)
         and split_batches

@@ -20,7 +20,7 @@ _TARGETS = {"float": torch.float32, "double": torch.float64, "half": torch.float
 def guard_moves(model: nn.Module) -> None:
     """Makes ``model.to`` and the like warn, or refuse if modules of the model are offloaded.
 
-    They would leave the offloaded weights where, and in the dtype that, they are.
+    They change the placeholders on the meta device, and not the weights.
     """
     for name in MOVES:
         if hasattr(type(model), name):
@@ -36,8 +36,8 @@ def _move(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     offloaded = {parameter.dtype for parameter in model.parameters() if parameter.is_meta}
     if offloaded and offloaded != {_TARGETS.get(name)}:
         raise RuntimeError(
-            "You can't move a model that has some modules offloaded to cpu or disk. Nor does "
-            f"{name}() change the dtype of their weights: call remove_hook_from_submodules(model) first, which brings "
-            "them back, or load_checkpoint_and_dispatch with another dtype"
+            "You can't move a model that has some modules offloaded to cpu or disk: "
+            f"{name}() does not reach their weights. Nearest: remove_hook_from_submodules(model) first, which brings "
+            "them back, or load_checkpoint_and_dispatch with another device map or dtype"
         )
     return getattr(type(model), name)(model, *args, **kwargs)

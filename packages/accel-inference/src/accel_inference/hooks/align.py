@@ -94,7 +94,7 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.checks_weights:
-            check_weights(module)
+            _check_weights(module)
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
@@ -221,7 +221,7 @@ def hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
 
 
 @untraced
-def check_weights(model: nn.Module) -> None:
+def _check_weights(model: nn.Module) -> None:
     """Refuses parameters without values that no hook fills: torch computes with them from memory that nobody wrote.
 
     Raises:
