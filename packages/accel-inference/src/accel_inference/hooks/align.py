@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -227,23 +226,34 @@ def _check_weights(model: nn.Module) -> None:
     Raises:
         RuntimeError: names them.
     """
-    if empty := list(islice(_without_values(model, ""), 8)):
+    if empty := _without_values(model):
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in empty]
         raise RuntimeError(
-            f"{', '.join(empty)} have no values: their modules were added after the model was offloaded, on the meta "
-            "device, where its weights are between forwards; nearest: add them, for example adapters of peft, before "
-            "dispatch_model, cpu_offload or disk_offload"
+            f"{', '.join(names[:8])} have no values: their modules were added after the model was offloaded, on the "
+            "meta device, where its weights are between forwards; nearest: add them, for example adapters of peft, "
+            "before dispatch_model, cpu_offload or disk_offload"
         )
 
 
-def _without_values(module: nn.Module, prefix: str) -> Iterator[str]:
-    filled = [one for one in hooks_of(module) if one.offload or str(one.execution_device) == "meta"]
-    if any(one.place_submodules for one in filled):
-        return
-    if not filled:
-        yield from (prefix + name for name, one in module._parameters.items() if one is not None and one.is_meta)
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _without_values(child, f"{prefix}{name}.")
+def _without_values(model: nn.Module) -> set[int]:
+    """Ids of such parameters; in the fewest operations for each module, because each forward looks at all of them."""
+    found: set[int] = set()
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        if "_hf_hook" in module.__dict__:
+            filled = [one for one in hooks_of(module) if one.offload or str(one.execution_device) == "meta"]
+            if any([one.place_submodules for one in filled]):
+                continue
+        else:
+            filled = []
+        if not filled:
+            found.update([id(one) for one in module._parameters.values() if one is not None and one.is_meta])
+        if module._modules:
+            waiting.extend(module._modules.values())
+    return found
 
 
 def _same(now: Tensor | None, before: Tensor) -> bool:
