@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import accel_compat
 from accel_compat.commands.command_line import launch_words, run_command
 from accel_compat.commands.config_files import load_config_from_file
+from accel_launch.cli.env import accelerate_in_use
 
 
 def accelerate_in(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -69,6 +71,12 @@ def test_the_test_command_trains_in_all_processes(tmp_path, processes):
 def test_env_names_the_release_and_what_offers_it(capsys):
     assert run_command(["env"]) == 0
     assert "`Accelerate` version: 1.15.0, offered by accel-compat" in capsys.readouterr().out
+
+
+def test_env_of_accel_says_which_is_in_use():
+    assert accelerate_in_use().startswith("1.15.0, offered by accel-compat; under accel launch --compat: accel-compat ")
+    accel_compat.uninstall()
+    assert not accelerate_in_use().startswith("1.15.0, offered by accel-compat")
 
 
 def test_help_lists_the_commands(capsys):

@@ -269,6 +269,9 @@ def test_env_reports_versions_devices_and_changed_settings() -> None:
     done = accel("env", "--json", env={"ACCEL_SEED": "5"})
     found = json.loads(done.stdout)
     assert found["packages"]["accel-training"]
+    assert found["accelerate"].endswith(
+        f"; under accel launch --compat: accel-compat {found['packages']['accel-compat']}"
+    )
     assert found["devices"]
     assert found["variables"]["ACCEL_SEED"] == "5"
     assert [row["name"] for row in found["settings"]] == ["seed"]

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 import rich_click as click
 
@@ -74,6 +75,7 @@ def environment(config_file: str | None = None) -> dict[str, object]:
         "python": f"{platform.python_version()} at {sys.executable}",
         "accel": shutil.which("accel") or "not on the PATH",
         "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "accelerate": accelerate_in_use(),
         "cores": os.cpu_count(),
         "memory_gib": _memory_gib(),
         "devices": _devices(),
@@ -89,6 +91,17 @@ def environment(config_file: str | None = None) -> dict[str, object]:
         },
         "settings": changed,
     }
+
+
+def accelerate_in_use() -> str:
+    """What ``import accelerate`` finds in this process, and in programs under ``accel launch --compat``."""
+    spec, compat = find_spec("accelerate"), _version("accel-compat")
+    if spec is None:
+        here = "not installed"
+    else:
+        offered = "accel_compat" in Path(spec.origin or "").parts
+        here = f"{_version('accelerate')}, {'offered by accel-compat' if offered else 'the installed distribution'}"
+    return f"{here}; under accel launch --compat: {f'accel-compat {compat}' if compat else 'accel-compat is missing'}"
 
 
 _TOOLS = ("nvidia-smi", "rocm-smi", "sbatch", "srun", "mpirun", "ssh", "gcc", "ninja", "nvcc")
