@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.gpu.bench import Bench
 
@@ -35,29 +36,32 @@ def run(bench: Bench) -> None:
 
 def tested(bench: Bench, label: str, chosen: Sequence[str]) -> None:
     """Runs pytest until shortly before the deadline; each failure is a row with its error's last line."""
-    command = [sys.executable, "-m", "pytest", *OPTIONS, *chosen]
-    done = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.stdout is not None
-    try:
-        output, _ = done.communicate(timeout=max(bench.left, 1))
-        late = False
-    except subprocess.TimeoutExpired:
-        done.send_signal(signal.SIGINT)  # pytest ends its ranks and says what it has found so far
-        try:
-            output, _ = done.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            done.kill()
-            output, _ = done.communicate()
-        late = True
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", f"--basetemp={folder}", *OPTIONS, *chosen]
+        output, code = run_until(command, max(bench.left, 1))
     (bench.file.parent / f"{bench.section}-{label}.txt").write_text(output, encoding="utf-8")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last(output))}
     for word, number in counts.items():
         bench.row(label, word, number)
-    if late:
+    if code is None:
         raise TimeoutError(f"the tests did not end in time; so far: {last(output)}")
     failed = re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
-    if failed or done.returncode != 0:
-        raise AssertionError("; ".join(failed)[:1500] or f"pytest ended with {done.returncode}: {last(output)}")
+    if failed or code != 0:
+        raise AssertionError("; ".join(failed)[:1500] or f"pytest ended with {code}: {last(output)}")
+
+
+def run_until(command: Sequence[str], seconds: float) -> tuple[str, int | None]:
+    """Output and exit code of a run of pytest; no code if it was interrupted after ``seconds``."""
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        return running.communicate(timeout=seconds)[0], running.returncode
+    except subprocess.TimeoutExpired:
+        running.send_signal(signal.SIGINT)  # pytest ends its ranks and says what it has found so far
+    try:
+        return running.communicate(timeout=10)[0], None
+    except subprocess.TimeoutExpired:
+        running.kill()
+        return running.communicate()[0], None
 
 
 def last(output: str) -> str:

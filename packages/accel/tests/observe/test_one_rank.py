@@ -173,9 +173,9 @@ if kind == "axes":
     model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=8, **sizes))
     data = TensorDataset(torch.randint(64, (4096, 16)))
 else:
-    model = torch.nn.Linear(16, 1)
+    model = torch.nn.Linear(16, 64)  # a row of weights for each of 64 ranks
     inputs = torch.randn(4096, 16)
-    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True).expand(-1, 64))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
 Accelerator(cpu=True)  # prepares nothing
@@ -214,11 +214,11 @@ def reported(folder: Path, world_size: int, *words: str, flags: tuple[str, ...] 
 def test_a_script_that_never_ends_is_reported_after_one_step(tmp_path: Path) -> None:
     found = reported(tmp_path, 64, "ddp", flags=("--num_machines", "8", "--rank", "63"))
     assert (found["backend"], found["axes"], found["rank"]) == ("ddp", {"dp_replicate": 64}, 63)
-    held = found["memory"]
-    assert held["parameters"] == held["gradients"] == 17 * 4
-    assert held["optimizer"] == 2 * 17 * 4 + 2 * 4  # two moments, and the number of steps of both parameters
+    held, size = found["memory"], 64 * 17 * 4
+    assert held["parameters"] == held["gradients"] == size
+    assert held["optimizer"] == 2 * size + 2 * 4  # two moments, and the number of steps of both parameters
     assert found["peak"] >= held["parameters"] + held["gradients"] + held["optimizer"]
-    (moved,) = (row for row in found["step"] if row["bytes"] == 17 * 4)
+    (moved,) = (row for row in found["step"] if row["bytes"] == size)
     assert (moved["kind"], moved["axis"], moved["ranks"], moved["calls"]) == ("all_reduce", "dp_replicate", 64, 1)
 
 
