@@ -43,7 +43,7 @@ def test_results_are_shown_with_date_and_versions() -> None:
     text = tables(results("2026-12-01"))
     assert "Measured on 2026-12-01 with gpu NVIDIA H200, torch 2.11.0." in text
     assert "| overhead of a step | ratios in `benchmarks` | ok | `steps` |" in text
-    assert "| fp8 with torchao | emulated | failed: a/b | `fp8` |" in text
+    assert "| fp8 with torchao | emulated, and by the CPU's fp8 products | failed: a/b | `fp8` |" in text
     assert "| step of a 1.1B Llama over the same step in raw PyTorch | <= 1.005 | 1 | reached |" in text
 
 

@@ -168,6 +168,47 @@ def test_emulated_fp8_is_close_to_full_precision_and_trains(emulated, recipe, po
         assert float((own.grad - other.grad).norm() / other.grad.norm()) < 0.15
 
 
+class Widen(nn.Module):
+    """What CUDA's autocast does to the output of a norm, and the CPU's does not."""
+
+    def forward(self, x):
+        return x.float()
+
+
+@pytest.fixture
+def cuda_autocast():
+    """The state of CUDA's autocast, which torchao's layers read, with bf16; torch keeps it without a GPU as well."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    yield
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_products_in_hardware_under_the_autocast_of_a_gpu(emulated, cuda_autocast, recipe):
+    """The CPU has the kernel of fp8 products that a GPU has: ``emulate`` is off, and full-precision inputs are cast."""
+    facts = DeviceFacts("cuda", fp8=True, fp8_libraries=("torchao",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Widen(), nn.Linear(32, 48), Widen(), nn.Linear(48, 32))
+    reference, x = copy.deepcopy(model), torch.randn(64, 32)
+    converter = load_converter(AORecipeKwargs(recipe=recipe), facts)
+    assert not converter.config().emulate
+    model = converter.convert(model)
+    assert converted(model) == ["2"]
+    dtypes = []
+    model[2].register_forward_hook(lambda module, args, output: dtypes.append((args[0].dtype, output.dtype)))
+    out, expected = model(x), reference(x)
+    assert dtypes == [(torch.float32, torch.bfloat16)]
+    assert float(((out - expected).norm() / expected.norm()).detach()) < 0.08
+    out.square().mean().backward()
+    expected.square().mean().backward()
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert own.grad.dtype == torch.float32
+        assert float((own.grad - other.grad).norm() / other.grad.norm()) < 0.15
+
+
 def test_the_recipe_becomes_torchaos_config(emulated):
     config = load_converter(AORecipeKwargs(pad_inner_dim=False), emulated).config()
     assert (config.emulate, config.pad_inner_dim, config.enable_fsdp_float8_all_gather) == (True, False, False)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.amp import GradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_precision import GradScalerKwargs, LossScaler, PrecisionError, PrecisionPolicy, make_scaler
 
@@ -53,6 +54,34 @@ def test_overflow_of_any_kind_skips_and_halves_once(bad):
     scaler.update()
     assert scaler.current == 32768.0
     assert scaler.step_was_skipped
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host reads from a device, each of which waits for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("reduce", [None, lambda found: found])
+def test_the_host_reads_one_value_for_each_step_of_an_optimizer(reduce, overflow):
+    """As many as torch's own scaler: without a fused optimizer somebody has to know whether the step is taken."""
+    scaler = LossScaler(GradScalerKwargs(growth_interval=1), reduce=reduce)
+    optimizers = [torch.optim.SGD([parameter(), parameter()], lr=0.1, momentum=0.9) for _ in range(2)]
+    for count in range(3):
+        with Reads() as reads:
+            for optimizer in optimizers:
+                for weight in optimizer.param_groups[0]["params"]:
+                    weight.grad = torch.full_like(weight, math.inf if overflow and count == 1 else 0.5)
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            scaler.update()
+            assert scaler.current > 0
+        assert reads.count == len(optimizers)
 
 
 def test_one_update_for_several_optimizers():
