@@ -1,10 +1,12 @@
 """Offload to host memory against the link's bandwidth, and the search for a micro-batch with a real shortage."""
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.gpu import models
 from benchmarks.gpu.bench import Bench
@@ -43,15 +45,23 @@ def parameters(bench: Bench) -> None:
 
 
 def activations(bench: Bench) -> None:
-    """Checkpointed units whose inputs are kept on the host: same weights, time and memory."""
+    """Checkpointed units whose inputs are kept on the host: same losses, time and memory."""
     workload = models.gpt(bench)
     found: dict[str, tuple[float, float]] = {}
+    losses: dict[str, list[torch.Tensor]] = {"on the device": [], "offloaded": []}
+
+    def noted(kept: list[torch.Tensor], model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        loss = workload.loss(model, batch)
+        kept.append(loss.detach())
+        return loss
+
     for name, options in {
         "on the device": {"activation_checkpointing": True},
         "offloaded": {"activation_checkpointing": True, "activation_checkpointing_offload": True},
     }.items():
         bench.clear()
-        step = accel_step(bench, workload, BF16, **sharded(**options))
+        followed = replace(workload, loss=partial(noted, losses[name]))
+        step = accel_step(bench, followed, BF16, **sharded(**options))
         step()
         if bench.on_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -64,6 +74,11 @@ def activations(bench: Bench) -> None:
         found[name] = ((time.perf_counter() - began) / bench.pick(5, 1), peak)
         del step
     bench.row("activations", "step, offloaded / on the device", found["offloaded"][0] / found["on the device"][0], "x")
+    pairs = zip(losses["offloaded"], losses["on the device"], strict=True)
+    off = max(abs(float(ours / other) - 1) for ours, other in pairs)
+    bench.row("activations", "losses, relative to those on the device", off)
+    if not off < 1e-3:
+        raise AssertionError(f"losses with offloaded activations are {off:.2g} away: {losses['offloaded']}")
     bench.row("activations", "memory saved", (found["on the device"][1] - found["offloaded"][1]) / 1e9, "GB")
 
 

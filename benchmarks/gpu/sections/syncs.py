@@ -22,7 +22,8 @@ ALLOWED = {"fp16": 1}
 def run(bench: Bench) -> None:
     for name, make in LOOPS.items():
         bench.attempt(name, partial(look, bench, name, make))
-    bench.attempt("gather_for_metrics and loader", partial(look_at_loader, bench))
+    bench.attempt("gather_for_metrics and loader", partial(look_at_loader, bench, "", batch_size=16))
+    bench.attempt("global batch size", partial(look_at_loader, bench, ", global batch size", global_batch_size=16))
 
 
 def parts(bench: Bench, **options: Any) -> tuple[Any, Any, Any, torch.Tensor]:
@@ -157,18 +158,22 @@ def report(bench: Bench, name: str, places: Counter[str], steps: int) -> None:
         bench.row(name, place, count / steps, "waits a step")
 
 
-def look_at_loader(bench: Bench) -> None:
+def look_at_loader(bench: Bench, suffix: str, *, batch_size: int = 1, global_batch_size: int | None = None) -> None:
     """A pass over a prepared loader, whose copies run on a stream of their own."""
-    accelerator, model, optimizer, _ = parts(bench)
+    from accel import DataLoaderConfiguration
+
+    configuration = DataLoaderConfiguration(global_batch_size=global_batch_size)
+    accelerator, model, optimizer, _ = parts(bench, dataloader_config=configuration)
     data = TensorDataset(torch.randn(16 * bench.pick(25, 8), WIDTH))
-    loader = accelerator.prepare(DataLoader(data, batch_size=16))
+    loader = accelerator.prepare(DataLoader(data, batch_size=batch_size))
     with seen(bench) as places:
         for (batch,) in loader:
-            accelerator.backward(model(batch).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    report(bench, "loader", places, len(loader))
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    report(bench, f"loader{suffix}", places, len(loader))
     with seen(bench) as places:
         for (batch,) in loader:
             accelerator.gather_for_metrics(model(batch).detach())
-    report(bench, "gather_for_metrics", places, len(loader))
+    report(bench, f"gather_for_metrics{suffix}", places, len(loader))

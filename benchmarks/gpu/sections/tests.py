@@ -1,4 +1,4 @@
-"""Tests with the marker ``gpu``; on the CPU the bodies that they share with it."""
+"""Layouts on the device against one process, and tests with the marker ``gpu`` or their bodies on the CPU."""
 
 import re
 import signal
@@ -9,6 +9,11 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+from torch import nn
+
+from accel_testing import Program
+from accel_testing.equivalence.equivalence import run_check
 from benchmarks.gpu.bench import Bench
 
 ROOT = Path(__file__).parents[3]
@@ -25,13 +30,37 @@ def files(marker: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found if named.search(path.read_text(encoding="utf-8"))]
 
 
+LAYOUTS = ("single/fp64", "single/bf16/acc=3/weighted", "single/fp16", "fsdp/fp32", "fsdp/fp64/acc=3/short")
+OFFLOADED = ("fsdp/fp32/cpu_offload=true",)
+
+
 def run(bench: Bench) -> None:
+    bench.attempt("equivalence", lambda: equivalence(bench))
     if not bench.on_cuda:
         bench.attempt("pytest", lambda: tested(bench, "pytest", ["-k", "cpu", SHARED]))
         return
     pages = [file for file in files("gpu") if file.startswith("docs/")]  # many and slow: last, with what time is left
     for label, chosen in (("pytest", sorted({*files("gpu")} - {*pages})), ("pages", pages)):
         bench.attempt(label, partial(tested, bench, label, ["-m", "gpu", "--require=gpu", *chosen]))
+
+
+def program() -> Program:
+    """A classifier with normalisation, on twelve global batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+    batches = [torch.randn(24, 8) for _ in range(12)]
+    return Program(model, lambda model, batch: (model(batch) - batch[:, :4]).square().mean(), batches)
+
+
+def equivalence(bench: Bench) -> None:
+    """Distance of each layout's training from that of one process on the CPU, over what is allowed."""
+    report = run_check(
+        f"{__file__}:program", ",".join(bench.pick(LAYOUTS + OFFLOADED, LAYOUTS[1:2])), cpu=not bench.on_cuda
+    )
+    for result in report.results:
+        bench.row(str(result.layout), "distance over the allowed one", result.distance / result.tolerance, "x")
+    if not report.ok:
+        raise AssertionError(str(report))
 
 
 def tested(bench: Bench, label: str, chosen: Sequence[str]) -> None:
