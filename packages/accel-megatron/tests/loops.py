@@ -18,7 +18,7 @@ VOCABULARY, LENGTH, STEPS = 64, 12, 3
 OF_ACCELERATOR = {"mixed_precision", "kwargs_handlers", "log_with", "project_dir"}
 
 
-def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
+def make_model(kind: str, *, vocabulary: int = VOCABULARY, layers: int = 4) -> nn.Module:
     from transformers import (
         BertConfig,
         BertForMaskedLM,
@@ -42,7 +42,7 @@ def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
         config: Any = GPT2Config(
             vocab_size=vocabulary,
             n_embd=32,
-            n_layer=4,
+            n_layer=layers,
             n_head=4,
             n_positions=32,
             bos_token_id=0,
@@ -59,7 +59,7 @@ def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
             vocab_size=vocabulary,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             max_position_embeddings=32,
             **dropouts,
@@ -88,7 +88,7 @@ def make_model(kind: str, *, vocabulary: int = VOCABULARY) -> nn.Module:
             "vocab_size": vocabulary,
             "hidden_size": 32,
             "intermediate_size": 48,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 32,
@@ -220,13 +220,14 @@ def trained(
     load: Path | None = None,
     save: Path | None = None,
     replica: int = 0,
+    layers: int = 4,
 ) -> dict[str, torch.Tensor]:
     """Returns the weights after training on samples of ``replica``, from a checkpoint and into one.
 
     The default is the same samples on all replicas, so that their number does not matter.
     """
     with accelerator(**options) as one:
-        source = make_model(kind)
+        source = make_model(kind, layers=layers)
         model, prepared = one.prepare(source, optimizer_of(source, optimizer))
         if load is not None:
             one.load_state(str(load))
@@ -273,6 +274,7 @@ def assert_trains_as_one_process(
     accumulation: int = 1,
     clip: float | None = None,
     optimizer: str = "adamw",
+    layers: int = 4,
     **options: Any,
 ) -> None:
     """Asserts that losses and weights after training a model of ``kind`` are those of one process in fp64."""
@@ -280,9 +282,9 @@ def assert_trains_as_one_process(
         tensor, pipeline = options.get("tp_degree", 1), options.get("pp_degree", 1)
         replicas = one.num_processes // (tensor * pipeline)
         replica = one.process_index // tensor % replicas
-        expected = make_model(kind).double()
+        expected = make_model(kind, layers=layers).double()
         losses = reference(expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip, batches=kind)
-        source = make_model(kind)
+        source = make_model(kind, layers=layers)
         model, prepared = one.prepare(source, optimizer_of(source, optimizer))
         found = train(one, model, prepared, replica, accumulation=accumulation, clip=clip, batches=kind)
         if replica == 0:

@@ -45,6 +45,63 @@ def test_two_stages_of_two_tensor_parallel_ranks_train_as_one_process(rank, kind
     assert_trains_as_one_process(kind, accumulation=2, clip=0.5, optimizer="sgd", **options)
 
 
+INTERLEAVED = {"pp_degree": 4, "num_micro_batches": 4, "num_layers_per_virtual_pipeline_stage": 1}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("megatron bert", marks=pytest.mark.slow)])
+def test_four_stages_with_an_interleaved_schedule_train_as_one_process(rank, kind):
+    from loops import assert_trains_as_one_process
+
+    assert_trains_as_one_process(kind, accumulation=2, clip=0.5, optimizer="sgd", layers=8, **INTERLEAVED)
+
+
+@pytest.mark.ranks(4)
+def test_an_interleaved_model_evaluates_any_batch_and_continues_with_other_degrees(rank, tmp_path):
+    import torch
+    from loops import accelerator, largest_difference, make_model, samples, trained
+
+    from accel_megatron import load_folder, save_folder
+    from accel_state.errors import BackendError
+
+    plain = {"tp_degree": 2, "pp_degree": 2}
+    with accelerator(**INTERLEAVED) as one:
+        model = one.prepare(make_model("llama", layers=8))
+        assert [len(chunk.module.decoder.layers) for chunk in model.chunks] == [1, 1]
+        save_folder(model, tmp_path / "folder")
+        batch = samples(0, 0, count=3)
+        with pytest.raises(BackendError, match="a batch of 3 samples does not divide into num_micro_batches=4"):
+            model(**batch)
+        with torch.no_grad():
+            expected, found = make_model("llama", layers=8).eval()(**batch), model.eval()(**batch)
+        assert float(found.loss) == pytest.approx(float(expected.loss), abs=1e-5)
+        assert torch.allclose(found.logits, expected.logits, atol=1e-5)
+    with accelerator(**plain) as one:
+        model = one.prepare(make_model("llama", layers=8))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load_folder(model, tmp_path / "folder", trust_pickle=True)
+        assert largest_difference(one.get_state_dict(model), make_model("llama", layers=8).state_dict()) == 0
+    expected = trained(plain, range(4), layers=8)
+    trained(INTERLEAVED, range(2), layers=8, save=tmp_path / "saved")
+    assert largest_difference(trained(plain, range(2, 4), layers=8, load=tmp_path / "saved"), expected) < 1e-4
+    again = trained(INTERLEAVED, range(2, 4), layers=8, load=tmp_path / "saved")
+    assert largest_difference(again, expected) < 1e-4
+
+
+@pytest.mark.ranks(4)
+def test_layers_that_chunks_do_not_divide_are_refused_on_every_rank(rank):
+    from loops import accelerator, make_model
+
+    from accel_state.errors import PrepareError
+
+    options = {**INTERLEAVED, "num_layers_per_virtual_pipeline_stage": 3}
+    refused = "=3 does not divide the 2 layers of each of 4 stages; nearest: 2"
+    with accelerator(**options) as one, pytest.raises(PrepareError, match=refused):
+        one.prepare(make_model("llama", layers=8))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_replicas_train_as_one_process(rank, sharded):

@@ -81,7 +81,7 @@ def test_own_functions_that_do_not_fit_together_are_refused(options, words):
         ({"tp_degree": 0}, "tp_degree=0; expected a whole number of at least 1"),
         ({"gradient_clipping": -1}, "gradient_clipping=-1"),
         ({"recompute_method": "all"}, "'uniform' or 'block'"),
-        ({"num_layers_per_virtual_pipeline_stage": 1}, "gradients were wrong with two stages"),
+        ({"num_layers_per_virtual_pipeline_stage": 0}, "expected a whole number of at least 1, or None"),
     ],
 )
 def test_invalid_values_are_refused(options, words):
@@ -133,6 +133,26 @@ def test_experts_drop_no_choice():
     given = facts(2, ep_size=2, ep_handler=ExpertParallelConfig(capacity_factor=1.25))
     with pytest.raises(ConfigError, match=r"capacity_factor=1\.25: .*nearest: None"):
         MegatronLMPlugin().resolve(given)
+
+
+@pytest.mark.parametrize(
+    ("stages", "parts", "words"),
+    [
+        (1, 4, "pp_degree=1: an interleaved schedule needs three stages"),
+        (2, 4, "pp_degree=2: an interleaved schedule needs three stages"),
+        (4, 6, "groups of pp_degree=4 micro-batches, and num_micro_batches is 6; nearest: 4"),
+    ],
+)
+def test_interleaved_schedules_that_are_wrong_or_do_not_run_are_refused(stages, parts, words):
+    given = MegatronLMPlugin(num_layers_per_virtual_pipeline_stage=2, num_micro_batches=parts)
+    with pytest.raises(ConfigError, match=words):
+        given.resolve(facts(4, pp_size=stages))
+
+
+def test_chunks_are_the_layers_of_a_stage_in_equal_parts():
+    given = MegatronLMPlugin(pp_degree=4, num_layers_per_virtual_pipeline_stage=2, num_micro_batches=8)
+    assert given.resolve(facts(4, pp_size=4)).config.pp_degree == 4
+    assert (given.chunks(16), given.chunks(8), MegatronLMPlugin(pp_degree=4).chunks(16)) == (2, None, None)
 
 
 def test_degrees_that_contradict_each_other_are_refused():

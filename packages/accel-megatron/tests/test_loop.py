@@ -112,7 +112,7 @@ def test_recomputed_activations_train_as_one_process(rank, recomputed, forwards)
         losses = reference(expected, 1)
         source = make_model("llama")
         model, optimizer = one.prepare(source, optimizer_of(source))
-        layer, calls = bare(model.chunk).decoder.layers[0], []
+        layer, calls = bare(model.chunks[0]).decoder.layers[0], []
         layer.mlp.register_forward_hook(lambda *given: calls.append(given[0]))
         assert train(one, model, optimizer, 0) == pytest.approx(losses, abs=1e-5)
         assert len(calls) == 3 * forwards

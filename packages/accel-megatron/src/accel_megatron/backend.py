@@ -15,14 +15,14 @@ from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.kinds import architecture_of
 from accel_megatron.conversion.rules import stack_name
-from accel_megatron.library import close_groups, open_groups, require_library
+from accel_megatron.library import close_groups, divide_stages, open_groups, require_library
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import local_tensors
 from accel_megatron.training.gradients import MegatronGradients
 from accel_megatron.training.layout import MegatronLayout
 from accel_megatron.training.optimizer import EngineOptimizer
 from accel_megatron.training.registry import MegatronEngines
-from accel_megatron.training.stage import build_stage, transformer_config
+from accel_megatron.training.stage import build_chunks, transformer_config
 from accel_megatron.training.states import MegatronStates
 from accel_state.collectives.tensors import broadcast
 from accel_state.errors import BackendError, PrepareError
@@ -75,6 +75,7 @@ class MegatronBackend(ModuleBackend):
             architecture = architecture_of(getattr(innermost(model), "config", None), names)
             options = self._options
             architecture.check_degrees(options.tp_degree, options.pp_degree, options.expert_model_parallel_size)
+            options.chunks(architecture.num_layers)
             _check_dtype(model, halves=self.policy.autocast)
             _check_names(model, {stack_name(one) for _, rule in architecture.rules(0, 1) for one in rule.names})
 
@@ -114,8 +115,9 @@ class MegatronBackend(ModuleBackend):
             from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+            divide_stages(options.chunks(architecture.num_layers))
             weights = local_tensors(architecture, state)
-            chunk = build_stage(
+            chunks = build_chunks(
                 transformer_config(options, architecture, dtype, self._scaled),
                 architecture,
                 weights,
@@ -126,7 +128,7 @@ class MegatronBackend(ModuleBackend):
         training = source.training
         _drop_weights(source)
         engine = MegatronEngine(
-            chunk,
+            chunks,
             source,
             architecture,
             options,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
 from accel_backends.core.option_parsing import as_flag, as_number
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, PrepareError
 from accel_state.parallelism.config import ParallelismConfig
 
 PREFIX = "MEGATRON_LM_"
@@ -138,8 +138,8 @@ class MegatronConfig(BackendConfig):
         expert_model_parallel_size: ranks over which the experts of a layer are divided; may be given as
             ``ParallelismConfig.ep_size`` instead.
         use_rotary_position_embeddings: must be what the model has; None: is.
-        num_layers_per_virtual_pipeline_stage: interleaved schedules are refused: megatron-core 0.16.1 computed wrong
-            gradients with two stages (norms of 4, 17 and 54 instead of 1.8, 3.3 and 2.8).
+        num_layers_per_virtual_pipeline_stage: layers of each chunk of an interleaved schedule, which needs three stages
+            or more and ``num_micro_batches`` that they divide; None: 1F1B.
         custom_train_step_class: class of a forward step of the user's own, built with ``TrainStepArguments``.
         custom_train_step_kwargs: further arguments of that class.
         custom_get_batch_function: takes the micro-batches, and returns what the forward step of the family unpacks.
@@ -283,11 +283,31 @@ class MegatronConfig(BackendConfig):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected {' or '.join(map(repr, known))}")
-        if self.num_layers_per_virtual_pipeline_stage is not None:
+        layers = self.num_layers_per_virtual_pipeline_stage
+        if layers is not None and (not isinstance(layers, int) or layers < 1):
             raise ConfigError(
-                f"num_layers_per_virtual_pipeline_stage={self.num_layers_per_virtual_pipeline_stage}: interleaved "
-                "schedules are not served, because gradients were wrong with two stages; nearest: None, which is 1F1B"
+                f"num_layers_per_virtual_pipeline_stage={layers!r}; expected a whole number of at least 1, or None"
             )
+
+    def chunks(self, num_layers: int) -> int | None:
+        """Returns into how many chunks an interleaved schedule divides each stage; None: it is not divided.
+
+        ``num_layers``: of the model.
+
+        Raises:
+            PrepareError: the layers of a stage are not divisible into such chunks.
+        """
+        layers = self.num_layers_per_virtual_pipeline_stage
+        if layers is None:
+            return None
+        of_stage = num_layers // self.pp_degree
+        if of_stage % layers:
+            nearest = max(one for one in range(1, layers + 1) if of_stage % one == 0)
+            raise PrepareError(
+                f"num_layers_per_virtual_pipeline_stage={layers} does not divide the {of_stage} layers of each of "
+                f"{self.pp_degree} stages; nearest: {nearest}"
+            )
+        return None if of_stage == layers else of_stage // layers
 
     def resolve(self, facts: StrategyFacts) -> Resolution:
         """Returns these options with the requested degrees; ranks that are left over are data-parallel.
@@ -313,7 +333,23 @@ class MegatronConfig(BackendConfig):
                 "sequence_parallelism splits sequences over tensor-parallel ranks, and tp_degree is 1; nearest: "
                 "tp_degree=2, or sequence_parallelism=False"
             )
+        if config.num_layers_per_virtual_pipeline_stage is not None:
+            config._check_interleaving()
         return Resolution(config, _fitted(facts, degrees))
+
+    def _check_interleaving(self) -> None:
+        layers, stages, parts = self.num_layers_per_virtual_pipeline_stage, self.pp_degree, self.num_micro_batches
+        if stages < 3:
+            raise ConfigError(
+                f"num_layers_per_virtual_pipeline_stage={layers} with pp_degree={stages}: an interleaved schedule "
+                "needs three stages, because the next of two is the previous one, too, and megatron-core 0.16.1 then "
+                "takes what one chunk sends for what the other does; nearest: pp_degree=3, or None, which is 1F1B"
+            )
+        if parts % stages:
+            raise ConfigError(
+                f"num_layers_per_virtual_pipeline_stage={layers}: an interleaved schedule runs groups of pp_degree="
+                f"{stages} micro-batches, and num_micro_batches is {parts}; nearest: {stages * max(1, parts // stages)}"
+            )
 
     def _check_experts(self, degrees: Mapping[str, int]) -> None:
         size = degrees["ep"]

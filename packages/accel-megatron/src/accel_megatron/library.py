@@ -57,6 +57,13 @@ def open_groups(tensor: int, pipeline: int, expert: int = 1) -> None:
     )
 
 
+def divide_stages(chunks: int | None) -> None:
+    """Tells megatron-core into how many chunks each stage is divided for an interleaved schedule; None: it is not."""
+    from megatron.core import parallel_state
+
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
+
+
 def close_groups() -> None:
     """Destroys Megatron-LM's process groups, if there are any."""
     from megatron.core import parallel_state

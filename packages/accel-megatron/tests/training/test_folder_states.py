@@ -63,7 +63,7 @@ class MegatronsOwn:
             use_distributed_optimizer=sharded,
         )
         self.model.kept.clear()  # its weights are those that it computes with
-        self.optimizer = get_megatron_optimizer(config, [self.model.chunk], use_gloo_process_groups=False)
+        self.optimizer = get_megatron_optimizer(config, list(self.model.chunks), use_gloo_process_groups=False)
         for group in self.optimizer.param_groups:
             group["weight_decay"] *= group["wd_mult"]  # as Megatron-LM's scheduler does
         if sharded:
@@ -99,7 +99,7 @@ class MegatronsOwn:
     def described(self, *, loading=False):
         from accel_megatron.training.stage import bare
 
-        weights = bare(self.model.chunk).sharded_state_dict()
+        weights = bare(self.model.chunks[0]).sharded_state_dict()
         more = {"is_loading": True} if loading else {}
         return {
             "model": weights,
@@ -123,7 +123,7 @@ class MegatronsOwn:
         from accel_megatron.training.stage import bare
 
         loaded = dist_checkpointing.load(self.described(loading=True), str(folder))
-        bare(self.model.chunk).load_state_dict(loaded["model"])
+        bare(self.model.chunks[0]).load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
 
 

@@ -19,8 +19,10 @@ from accel_state.errors import BackendError
 class BertFamily(Family):
     """BERT with its head of words, and perhaps the one that classifies pairs of sentences."""
 
-    def build(self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int) -> Any:
-        """Returns a ``BertModel`` of one stage."""
+    def build(
+        self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int, chunk: int | None
+    ) -> Any:
+        """Returns a ``BertModel`` of one stage, or of a chunk of it."""
         from megatron.core.models.bert.bert_model import BertModel
 
         after = architecture.details["norms_after"]
@@ -33,6 +35,7 @@ class BertFamily(Family):
                 transformer_layer_spec=block,
                 pre_process=first,
                 post_process=last,
+                vp_stage=chunk,
                 **architecture.model,
             )
         model.bert_extended_attention_mask = _mask

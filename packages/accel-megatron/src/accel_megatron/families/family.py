@@ -50,6 +50,15 @@ class TokenBatch:
         """Number of samples."""
         return next(iter(self.tensors.values())).shape[0]
 
+    def padded(self, samples: int) -> "TokenBatch":
+        """Returns the batch with its last sample repeated up to ``samples``."""
+        rows = torch.arange(samples).clamp(max=self.samples - 1)
+        return replace(
+            self,
+            tensors={name: value[rows.to(value.device)] for name, value in self.tensors.items()},
+            terms=tuple(Term(one.targets[rows.to(one.targets.device)]) for one in self.terms),
+        )
+
     def split(self, count: int) -> "Iterator[TokenBatch]":
         """Yields ``count`` micro-batches of equal size."""
         tensors = {name: value.chunk(count) for name, value in self.tensors.items()}
@@ -66,10 +75,13 @@ class Family(ABC):
     """Models that are built and called alike. One object serves all models of the family."""
 
     @abstractmethod
-    def build(self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int) -> Any:
-        """Returns megatron-core's model of one stage, with ``num_layers`` layers.
+    def build(
+        self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int, chunk: int | None
+    ) -> Any:
+        """Returns megatron-core's model of one stage, or of a chunk of it, with ``num_layers`` layers.
 
-        ``config``: its ``TransformerConfig``. ``first``, ``last``: whether the stage is the first or the last one.
+        ``config``: its ``TransformerConfig``. ``first``, ``last``: whether it has the first or the last layer.
+        ``chunk``: number of the chunk under an interleaved schedule; otherwise None.
         """
 
     @abstractmethod

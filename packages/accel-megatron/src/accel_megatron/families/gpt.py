@@ -16,8 +16,10 @@ from accel_state.errors import BackendError
 class GPTFamily(Family):
     """Llama, Mixtral and GPT-2."""
 
-    def build(self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int) -> Any:
-        """Returns a ``GPTModel`` of one stage."""
+    def build(
+        self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int, chunk: int | None
+    ) -> Any:
+        """Returns a ``GPTModel`` of one stage, or of a chunk of it."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -32,6 +34,7 @@ class GPTFamily(Family):
             transformer_layer_spec=layers_of(layer, num_layers, MarkedNorm),
             pre_process=first,
             post_process=last,
+            vp_stage=chunk,
             **architecture.model,
         )
 

@@ -19,7 +19,9 @@ class T5Family(Family):
 
     outputs = "modeling_outputs.Seq2SeqLMOutput"
 
-    def build(self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int) -> Any:
+    def build(
+        self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int, chunk: int | None
+    ) -> Any:
         """Returns a ``T5Model``; there is one stage only."""
         from megatron.core.models.T5.t5_model import T5Model
         from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec

@@ -1,6 +1,6 @@
 """The prepared model: a call runs Megatron-LM's schedule, and the backward of its loss adds the gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -12,7 +12,7 @@ from accel_megatron.families.family import TokenBatch
 from accel_megatron.families.steps import TrainStepArguments, train_step_of
 from accel_megatron.families.table import family_of
 from accel_megatron.training.own_batch import LOSS, OwnBatch, joined, reporting
-from accel_megatron.training.stage import bare
+from accel_megatron.training.stage import named_weights
 from accel_megatron.training.window import Scheduled, WindowGradients
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
@@ -31,7 +31,7 @@ class MegatronEngine(nn.Module):
     the next call discards them. Logits are returned in evaluation only.
 
     Args:
-        chunk: this rank's stage, in Megatron-LM's wrappers.
+        chunks: this rank's stage, in Megatron-LM's wrappers; several with an interleaved schedule.
         source: the Transformers model, whose parameters are on the meta device from now on.
         architecture: of the model.
         options: of the run.
@@ -45,12 +45,11 @@ class MegatronEngine(nn.Module):
         optimizer: of the model; None without one.
     """
 
-    chunk: Any
     source: nn.Module
 
     def __init__(
         self,
-        chunk: nn.Module,
+        chunks: Sequence[nn.Module],
         source: nn.Module,
         architecture: Architecture,
         options: "MegatronConfig",
@@ -59,7 +58,7 @@ class MegatronEngine(nn.Module):
         kept: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.chunk = chunk
+        self.chunks: Any = nn.ModuleList(chunks)
         self.architecture = architecture
         self.num_micro_batches: int = options.num_micro_batches
         self._per_token = options.calculate_per_token_loss
@@ -71,8 +70,8 @@ class MegatronEngine(nn.Module):
         self._own = train_step_of(TrainStepArguments(options, getattr(source, "config", None), architecture))
         self.reported: dict[str, torch.Tensor] = {}
         self.optimizer: EngineOptimizer | None = None
-        self.in_16_bits = bool(self.chunk.config.params_dtype != torch.float32)
-        self.gradients = WindowGradients(chunk)
+        self.in_16_bits = bool(self.core.params_dtype != torch.float32)
+        self.gradients = WindowGradients(chunks)
 
     def forward(self, *args: Any, **arguments: Any) -> Any:
         """Returns the loss, and in evaluation the logits, as a Transformers model does.
@@ -151,7 +150,8 @@ class MegatronEngine(nn.Module):
     def _count(self, batch: TokenBatch | OwnBatch, training: bool) -> int:
         """Returns the number of micro-batches, which is 1 in evaluation of a batch that does not divide."""
         count = self.num_micro_batches if self._divides(batch) else 1
-        if training and count != self.num_micro_batches:
+        interleaved_own = len(self.chunks) > 1 and isinstance(batch, OwnBatch)
+        if (training or interleaved_own) and count != self.num_micro_batches:
             whose = (
                 "an expert-parallel rank has a batch that"
                 if self._fits(batch)
@@ -177,18 +177,23 @@ class MegatronEngine(nn.Module):
         return loss if made is None else made(loss=loss, logits=self.reported.get("logits"))
 
     @property
+    def core(self) -> Any:
+        """megatron-core's ``TransformerConfig`` of the model."""
+        return self.chunks[0].config
+
+    @property
     def device(self) -> torch.device:
         """Device of the parameters, also on a stage that has none that is trained."""
-        device: torch.device = next(self.chunk.parameters()).device
+        device: torch.device = next(self.chunks.parameters()).device
         return device
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns this rank's weights by megatron-core's names, without master weights that an optimizer has."""
-        return {name: p.detach() for name, p in bare(self.chunk).named_parameters()} | self.kept
+        return {name: p.detach() for name, p in named_weights(self.chunks).items()} | self.kept
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replaces this rank's weights by the given values, master weights included."""
-        own = dict(bare(self.chunk).named_parameters())
+        own = named_weights(self.chunks)
         with torch.no_grad():
             for name, value in weights.items():
                 own[name].copy_(value)
@@ -198,7 +203,7 @@ class MegatronEngine(nn.Module):
             self.optimizer.load_masters(weights)
 
     def _check_lengths(self, batch: TokenBatch) -> None:
-        config = self.chunk.config
+        config = self.core
         size = config.tensor_model_parallel_size if config.sequence_parallel else 1
         for length in batch.lengths:
             if length % size:
@@ -252,10 +257,14 @@ class MegatronEngine(nn.Module):
             output = self.family.call(model, next(parts), labelled=False)
             return output, lambda output, non_loss_data: self.family.shards(output)
 
-        found = self._run(step, batch, count, forward_only=True, collect=True)
+        run = batch
+        if len(self.chunks) > 1 and count == 1:  # an interleaved schedule runs groups of micro-batches
+            count = self.num_micro_batches
+            run = batch.padded(count * -(-batch.samples // count))
+        found = self._run(step, run, count, forward_only=True, collect=True)
         logits = []
         for number, shape in enumerate(self.family.shapes(self.architecture, batch)):
-            joined = [torch.cat([part[number] for part in found])] if found else []
+            joined = [torch.cat([part[number] for part in found])[: batch.samples]] if found else []
             if joined and number == 0:
                 group = parallel_state.get_tensor_model_parallel_group()
                 gathered = [torch.empty_like(joined[0]) for _ in range(group.size())]
@@ -272,8 +281,8 @@ class MegatronEngine(nn.Module):
         with torch.enable_grad() if not forward_only else torch.no_grad():
             found: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=batch.split(count),
-                model=self.chunk,
+                data_iterator=[batch.split(count) for _ in self.chunks],
+                model=list(self.chunks),
                 num_microbatches=count,
                 seq_length=batch.lengths[-1],
                 micro_batch_size=batch.samples // count,

@@ -5,7 +5,7 @@ Megatron-LM writes them with its plain optimizers, and with its distributed one 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, fitted_groups
+from accel_megatron.training.gathering import chunk_name
 from accel_megatron.training.optimizer import EngineOptimizer
 from accel_megatron.training.stage import bare
 from accel_state.errors import CheckpointError
@@ -165,10 +166,13 @@ def load_states(one: EngineOptimizer, states: FolderStates, loaded: Mapping[str,
     one.load(found)
 
 
-def described_weights(one: Any) -> dict[str, Any]:
-    """Returns a chunk's weights as megatron-core saves them, by their names in its model."""
-    described: dict[str, Any] = bare(one).sharded_state_dict()
-    return described
+def described_weights(chunks: Iterable[Any]) -> dict[str, Any]:
+    """Returns this rank's weights as megatron-core saves them, by their names in its model."""
+    return {
+        chunk_name(number, name): value
+        for number, chunk in enumerate(chunks)
+        for name, value in bare(chunk).sharded_state_dict().items()
+    }
 
 
 def _tensor(weight: Any, value: torch.Tensor, prefix: str) -> Any:

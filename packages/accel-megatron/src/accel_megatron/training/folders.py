@@ -20,7 +20,7 @@ from accel_megatron.training.folder_states import (
     described_weights,
     load_states,
 )
-from accel_megatron.training.stage import bare
+from accel_megatron.training.stage import named_weights
 from accel_state.collectives.tensors import agree
 from accel_state.errors import BackendError, CheckpointError
 
@@ -55,7 +55,7 @@ def save_folder(model: nn.Module, folder: str | Path, *, optimizer: bool = True)
                 raise CheckpointError(f"{path} has files already; name a folder that is empty or absent")
 
     _on_all_ranks(create, f"{path} cannot be created")
-    saved: dict[str, Any] = {"model": described_weights(engine.chunk)}
+    saved: dict[str, Any] = {"model": described_weights(engine.chunks)}
     if optimizer and engine.optimizer is not None:
         saved["optimizer"] = described_states(engine.optimizer, saved["model"])
     with without_writer_process():
@@ -100,8 +100,7 @@ def load_folder(model: nn.Module, folder: str | Path, *, optimizer: bool = True,
     )
     found: dict[str, dict[str, torch.Tensor]] = loaded.get("further", {})
     masters = {name: values[key] for name, values in found.items() for key in MASTERS if key in values}
-    names = [name for name, _ in bare(engine.chunk).named_parameters()]
-    engine.load_weights({name: masters.get(name, loaded["model"][name]) for name in names})
+    engine.load_weights({name: masters.get(name, loaded["model"][name]) for name in named_weights(engine.chunks)})
     if own is not None:
         _on_all_ranks(lambda: load_states(own, states, found), f"{path} does not fit the optimizer")
 
@@ -169,7 +168,7 @@ def _wanted(engine: MegatronEngine) -> dict[str, Any]:
     megatron-core itself cuts or pads an embedding that has another number of rows. Floating-point tensors are fp32,
     so that master weights are not rounded.
     """
-    wanted = described_weights(engine.chunk)
+    wanted = described_weights(engine.chunks)
     for one in wanted.values():
         if hasattr(one, "allow_shape_mismatch"):
             one.allow_shape_mismatch = False

@@ -1,19 +1,19 @@
 """Full tensors by the FQNs of the Transformers model, from the tensors of all ranks, and back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
 
 from accel_megatron.conversion.architecture import Architecture
-from accel_megatron.conversion.rules import stack_name, stacked, unstacked
+from accel_megatron.conversion.rules import Rule, stack_name, stacked, unstacked
 
 
 def full_tensors(
     architecture: Architecture, local: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns full copies, by FQN, of tensors that are like the parameters of this rank's stage.
+    """Returns full copies, by FQN, of tensors that are like the parameters of this rank.
 
     Parameters that are missing in ``local`` have to be missing on all tensor-parallel ranks; they are left out. On
     ``device`` are the tensors of all ranks, also where this rank has none.
@@ -27,7 +27,7 @@ def full_tensors(
         parallel_state.get_pipeline_model_parallel_group(),
     )
     found: dict[str, torch.Tensor] = {}
-    for name, rule in architecture.owned_rules(*place()):
+    for name, rule in local_rules(architecture, copies=False):
         if name not in local:
             continue
         own = local[name].detach()
@@ -67,7 +67,7 @@ def local_tensors(architecture: Architecture, full: Mapping[str, torch.Tensor]) 
     slices = unstacked(full, architecture.stacks)
     return {
         name: rule.shard(rule.join([slices[one] for one in rule.names]), rank, size)
-        for name, rule in architecture.rules(*place())
+        for name, rule in local_rules(architecture)
         if rule.names[0] in slices
     }
 
@@ -146,12 +146,18 @@ class ModelPlace(NamedTuple):
         stages: number of stages.
         expert_rank: its rank in the expert-parallel group.
         expert_ranks: size of that group.
+        chunks: number of its chunks of layers; more than one with an interleaved schedule.
     """
 
     stage: int
     stages: int
     expert_rank: int
     expert_ranks: int
+    chunks: int
+
+    def of_chunk(self, number: int) -> tuple[int, int, int, int]:
+        """Returns the place of a chunk, were each chunk of all ranks a stage."""
+        return number * self.stages + self.stage, self.stages * self.chunks, self.expert_rank, self.expert_ranks
 
 
 def place() -> ModelPlace:
@@ -163,4 +169,22 @@ def place() -> ModelPlace:
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
     )
+
+
+def local_rules(architecture: Architecture, *, copies: bool = True) -> Iterator[tuple[str, Rule]]:
+    """Yields the name and the rule of each of this rank's tensors.
+
+    Without ``copies``, the copy of a tied embedding on the last stage is left out.
+    """
+    here = place()
+    of_stage = architecture.rules if copies else architecture.owned_rules
+    for number in range(here.chunks):
+        for name, rule in of_stage(*here.of_chunk(number)):
+            yield chunk_name(number, name), rule
+
+
+def chunk_name(number: int, name: str) -> str:
+    """Returns the name of a tensor of chunk ``number`` among those of all of this rank's chunks."""
+    return f"chunk{number}.{name}" if number else name

@@ -18,7 +18,7 @@ from accel_megatron.training.gathering import (
     on_expert_ranks,
     place,
 )
-from accel_megatron.training.stage import bare
+from accel_megatron.training.stage import named_weights
 from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class MegatronGradients(ReplicatedGradients):
         held = [
             (parameter, _of_replica(parameter))
             for model in models
-            for parameter in bare(self._engines.find(model).chunk).parameters()
+            for parameter in named_weights(self._engines.find(model).chunks).values()
         ]
         norm = norm_over_ranks(held, parallel_state.get_model_parallel_group(), device).to(torch.float32)
         return norm if self.loss_scale is None else norm / self.loss_scale.current
@@ -112,7 +112,7 @@ class MegatronGradients(ReplicatedGradients):
         engine = self._engines.find(model)
         if not engine.gradients.filled:
             return {}
-        own = dict(bare(engine.chunk).named_parameters())
+        own = named_weights(engine.chunks)
         held = {name: gradient for name, p in own.items() if (gradient := _of_replica(p)) is not None}
         return full_tensors(engine.architecture, held, engine.device)
 
@@ -128,7 +128,7 @@ class MegatronGradients(ReplicatedGradients):
         mean = mean_over_model_ranks(gradients, engine.architecture, shapes, engine.device)
         if not mean:
             return
-        own = dict(bare(engine.chunk).named_parameters())
+        own = named_weights(engine.chunks)
         for name, value in local_tensors(engine.architecture, mean).items():
             own[name].main_grad.copy_(value * expert_ranks(own[name]))
         engine.gradients.filled = True

@@ -10,8 +10,8 @@ from accel_backends.ops.loss_scaling import check_scaled
 from accel_megatron.conversion.rules import stack_name
 from accel_megatron.private import publish_main_weights, shard_span
 from accel_megatron.training.engine import MegatronEngine
-from accel_megatron.training.gathering import norm_over_ranks, place
-from accel_megatron.training.stage import bare
+from accel_megatron.training.gathering import local_rules, norm_over_ranks
+from accel_megatron.training.stage import named_weights
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError, PrepareError
 
@@ -61,8 +61,8 @@ class EngineOptimizer:
         self._clipping, self._scaler = clipping, scaler
         self._prepared = False
         self.distributed = distributed
-        self.parameters = dict(bare(engine.chunk).named_parameters())
-        self._rules = dict(engine.architecture.rules(*place()))
+        self.parameters = named_weights(engine.chunks)
+        self._rules = dict(local_rules(engine.architecture))
         self._rebind()
         self._megatron = self._wrapped()
         self._shards = _shards(self._megatron) if distributed else {}
@@ -97,7 +97,7 @@ class EngineOptimizer:
             optimizer="adam",
             # Also in fp16, in which megatron-core otherwise expects a loss scale of its own.
             bf16=half,
-            params_dtype=self.engine.chunk.config.params_dtype,
+            params_dtype=self.engine.core.params_dtype,
             use_distributed_optimizer=self.distributed,
             clip_grad=0.0,
         )
@@ -108,8 +108,8 @@ class EngineOptimizer:
                 config,
                 None,
                 None,
-                model_chunks=[self.engine.chunk],
-                per_model_buffers={0: self.engine.chunk.buffers},
+                model_chunks=list(self.engine.chunks),
+                per_model_buffers={number: chunk.buffers for number, chunk in enumerate(self.engine.chunks)},
                 data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
                 data_parallel_group_gloo=None,
                 data_parallel_group_idx=0,
@@ -312,7 +312,8 @@ class EngineOptimizer:
         """Copies master weights into the model, those of shards on all ranks."""
         publish_main_weights(self._megatron)
         if self.distributed:
-            self.engine.chunk.start_param_sync()
+            for chunk in self.engine.chunks:
+                chunk.start_param_sync()
 
     def _take_masters(self) -> None:
         """Replaces master weights, which megatron-core makes of rounded weights, by those that the model had."""

@@ -18,13 +18,20 @@ _NEAREST = (
 )
 
 
-def provided_model(options: "MegatronConfig", config: Any, *, first: bool, last: bool) -> Any:
-    """Returns the model of a stage that the plugin's functions build.
+def provided_model(options: "MegatronConfig", config: Any, *, first: bool, last: bool, chunk: int | None) -> Any:
+    """Returns the model of a stage, or of a chunk of it, that the plugin's functions build.
 
     Raises:
         PrepareError: several models, or one in Megatron-LM's wrappers, which are put around it later.
     """
-    facts = {"pre_process": first, "post_process": last, "add_encoder": True, "add_decoder": True, "config": config}
+    facts = {
+        "pre_process": first,
+        "post_process": last,
+        "vp_stage": chunk,
+        "add_encoder": True,
+        "add_decoder": True,
+        "config": config,
+    }
     assert options.custom_model_provider_function is not None
     provider = _with_facts(options.custom_model_provider_function, facts)
     prepare = options.custom_prepare_model_function

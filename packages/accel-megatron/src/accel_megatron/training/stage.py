@@ -1,6 +1,6 @@
 """This rank's stage of a model of megatron-core, built, wrapped and filled."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.conversion.rules import stack_name
 from accel_megatron.families.table import family_of
-from accel_megatron.training.gathering import place
+from accel_megatron.training.gathering import chunk_name, place
 from accel_megatron.training.padding import stop_padding
 from accel_megatron.training.provider import check_parameters, provided_model
 from accel_state.environment import patch_environment
@@ -62,6 +62,7 @@ def transformer_config(
         **values,
         tensor_model_parallel_size=options.tp_degree,
         pipeline_model_parallel_size=options.pp_degree,
+        virtual_pipeline_model_parallel_size=options.chunks(architecture.num_layers),
         expert_model_parallel_size=options.expert_model_parallel_size,
         sequence_parallel=options.sequence_parallelism,
         params_dtype=dtype,
@@ -83,15 +84,15 @@ def transformer_config(
     )
 
 
-def build_stage(
+def build_chunks(
     config: Any,
     architecture: Architecture,
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     trained: Mapping[str, bool],
     options: "MegatronConfig",
-) -> Any:
-    """Returns this rank's stage with the given weights, in Megatron-LM's data-parallel wrapper.
+) -> list[Any]:
+    """Returns the chunks of this rank's stage with the given weights, in Megatron-LM's data-parallel wrappers.
 
     ``trained``: whether each parameter of the Transformers model is trained.
 
@@ -101,18 +102,44 @@ def build_stage(
         PrepareError: of the parameters that megatron-core keeps in one tensor, only some are trained; or the user's own
             function builds a model with other parameters.
     """
+    return [
+        _build(config, architecture, weights, device, trained, options, number=number)
+        for number in range(place().chunks)
+    ]
+
+
+def _build(
+    config: Any,
+    architecture: Architecture,
+    all_weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    trained: Mapping[str, bool],
+    options: "MegatronConfig",
+    *,
+    number: int,
+) -> Any:
+    """Returns one chunk."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
     here = place()
-    first, last = here.stage == 0, here.stage == here.stages - 1
+    chunk = number if here.chunks > 1 else None
+    position, count, *_ = here.of_chunk(number)
+    first, last = position == 0, position == count - 1
+    rules = dict(architecture.rules(*here.of_chunk(number)))
+    weights = {name: all_weights[chunk_name(number, name)] for name in rules}
     with patch_environment(**dict.fromkeys(_SETS, "1")):
         model: Any = (
             family_of(architecture).build(
-                config, architecture, first=first, last=last, num_layers=architecture.num_layers // here.stages
+                config,
+                architecture,
+                first=first,
+                last=last,
+                num_layers=architecture.num_layers // count,
+                chunk=chunk,
             )
             if options.custom_model_provider_function is None
-            else provided_model(options, config, first=first, last=last)
+            else provided_model(options, config, first=first, last=last, chunk=chunk)
         )
     if options.custom_model_provider_function is not None:
         check_parameters(model, weights)
@@ -121,7 +148,7 @@ def build_stage(
     model.to(device)
     own = dict(model.named_parameters())
     assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())
-    for name, rule in architecture.rules(*place()):
+    for name, rule in rules.items():
         with torch.no_grad():
             own[name].copy_(weights[name])
         flags = {trained[stack_name(one)] for one in rule.names}
@@ -139,6 +166,15 @@ def build_stage(
         use_distributed_optimizer=options.use_distributed_optimizer,
     )
     return DistributedDataParallel(config, wrapping, model)
+
+
+def named_weights(chunks: Iterable[Any]) -> dict[str, Any]:
+    """Returns the parameters of this rank's chunks, by megatron-core's names."""
+    return {
+        chunk_name(number, name): parameter
+        for number, chunk in enumerate(chunks)
+        for name, parameter in bare(chunk).named_parameters()
+    }
 
 
 def bare(chunk: Any) -> Any:

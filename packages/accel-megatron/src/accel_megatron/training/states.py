@@ -12,7 +12,7 @@ from accel_backends import ReplicatedStates
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, differences, fitted_groups
 from accel_megatron.conversion.rules import stack_name
-from accel_megatron.training.gathering import full_tensors, local_tensors, place
+from accel_megatron.training.gathering import full_tensors, local_rules, local_tensors
 from accel_state.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _full_values(engine: "MegatronEngine", held: Mapping[str, Any]) -> dict[str,
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     named = {
         one: scalars[name]
-        for name, rule in engine.architecture.owned_rules(*place())
+        for name, rule in local_rules(engine.architecture, copies=False)
         if name in scalars
         for one in map(stack_name, rule.names)
     }

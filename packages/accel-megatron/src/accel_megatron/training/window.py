@@ -1,5 +1,6 @@
 """Accumulation window of gradients in Megatron-LM's buffers."""
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -20,8 +21,8 @@ class WindowGradients:
         backwards: number of backwards so far.
     """
 
-    def __init__(self, chunk: Any) -> None:
-        self._chunk = chunk
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._chunks = chunks
         self._earlier: list[torch.Tensor] | None = None
         self._open, self._scale = False, 1.0
         self.filled, self.reduced, self.backwards = False, False, 0
@@ -29,7 +30,7 @@ class WindowGradients:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """Megatron-LM's buffers of gradients."""
-        return [buffer.grad_data for buffer in self._chunk.buffers + self._chunk.expert_parallel_buffers]
+        return [one.grad_data for chunk in self._chunks for one in chunk.buffers + chunk.expert_parallel_buffers]
 
     def open(self, scale: float = 1.0) -> None:
         """Sets the window's gradients aside, and clears the buffers for those of a call, times ``scale``."""
@@ -41,7 +42,7 @@ class WindowGradients:
         if self._open:  # the last call's gradients got no backward
             self._restore()
         self._earlier = [one.clone() for one in self.buffers] if self.filled else None
-        self._chunk.zero_grad_buffer()
+        self._zero()
         self._open, self._scale = True, scale
 
     def commit(self, factor: torch.Tensor) -> None:
@@ -69,13 +70,17 @@ class WindowGradients:
         if self._open:
             self._restore()
         if not self.reduced and self.filled:
-            finalize_model_grads([self._chunk])
+            finalize_model_grads(list(self._chunks))
             self.reduced = True
 
     def clear(self) -> None:
         """Drops all gradients."""
-        self._chunk.zero_grad_buffer()
+        self._zero()
         self._earlier, self._open, self.filled, self.reduced = None, False, False, False
+
+    def _zero(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
 
     def _restore(self) -> None:
         for position, buffer in enumerate(self.buffers):
