@@ -13,6 +13,7 @@ from accel import Accelerator
 from accel_megatron import MegatronLMPlugin
 from accel_precision.autocast import autocast_module
 from accel_precision.policy import PrecisionPolicy
+from accel_testing.equivalence.causal_lms import with_exact_layers, with_exact_loss
 
 VOCABULARY, LENGTH, STEPS = 64, 12, 3
 OF_ACCELERATOR = {"mixed_precision", "kwargs_handlers", "log_with", "project_dir"}
@@ -275,16 +276,20 @@ def assert_trains_as_one_process(
     clip: float | None = None,
     optimizer: str = "adamw",
     layers: int = 4,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> None:
-    """Asserts that losses and weights after training a model of ``kind`` are those of one process in fp64."""
+    """Asserts that losses and weights after training a model of ``kind`` are those of one process in fp64.
+
+    ``dtype``: of the model that is prepared.
+    """
     with accelerator(gradient_accumulation_steps=accumulation, **options) as one:
         tensor, pipeline = options.get("tp_degree", 1), options.get("pp_degree", 1)
         replicas = one.num_processes // (tensor * pipeline)
         replica = one.process_index // tensor % replicas
-        expected = make_model(kind, layers=layers).double()
+        expected = with_exact_layers(with_exact_loss(make_model(kind, layers=layers).double()))
         losses = reference(expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip, batches=kind)
-        source = make_model(kind, layers=layers)
+        source = make_model(kind, layers=layers).to(dtype)
         model, prepared = one.prepare(source, optimizer_of(source, optimizer))
         found = train(one, model, prepared, replica, accumulation=accumulation, clip=clip, batches=kind)
         if replica == 0:

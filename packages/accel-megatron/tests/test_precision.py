@@ -1,4 +1,4 @@
-"""Mixed precision with Megatron-LM: 16-bit weights, fp32 master weights. On CPU ranks, under the stand-in for CUDA."""
+"""Models in 16 bits with fp32 master weights, and in fp64. On CPU ranks, under the tests' stand-in for CUDA."""
 
 from importlib.util import find_spec
 
@@ -65,6 +65,99 @@ MORE = [
 )
 def test_two_ranks_train_as_autocast_in_one_process(rank, precision, options):
     assert_trains_as_autocast(rank, precision, clip=0.5, accumulation=2, **options)
+
+
+IN_FP64 = [
+    {"tp_degree": 2},
+    {"tp_degree": 2, "sequence_parallelism": True},
+    {"pp_degree": 2, "num_micro_batches": 2},
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", IN_FP64)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_a_model_in_fp64_trains_on_two_ranks_as_in_one_process(rank, kind, options):
+    import torch
+    from loops import assert_trains_as_one_process
+
+    assert_trains_as_one_process(
+        kind, dtype=torch.float64, tolerance=1e-10, accumulation=2, clip=0.5, optimizer="sgd", **options
+    )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_in_fp64_trains_on_two_stages_of_two_tensor_parallel_ranks_as_in_one_process(rank, kind):
+    import torch
+    from loops import assert_trains_as_one_process
+
+    options = {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 4, "sequence_parallelism": True}
+    assert_trains_as_one_process(kind, dtype=torch.float64, tolerance=1e-10, clip=0.5, **options)
+
+
+@pytest.mark.ranks(2)
+def test_weights_logits_states_and_windows_in_fp64_are_kept_to_the_bit(rank, tmp_path):
+    import torch
+    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+
+    from accel_megatron import load_folder, save_folder
+
+    def prepared(one, factor=1.0):
+        source = make_model("llama").double()
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.mul_(factor / 3)
+        return one.prepare(source, optimizer_of(source))
+
+    with accelerator(tp_degree=2, gradient_accumulation_steps=2) as one:
+        model, optimizer = prepared(one)
+        for step in range(3):  # the second window stays open
+            with one.accumulate(model):
+                one.backward(model(**samples(0, step)).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        one.save_state(str(tmp_path / "state"))
+        save_folder(model, tmp_path / "folder")
+        saved = one.get_state_dict(model)
+        window = one.backend.gradients.unreduced(model)
+        assert {value.dtype for value in (*saved.values(), *window.values())} == {torch.float64}
+        assert largest_difference({name: value.float().double() for name, value in saved.items()}, saved) > 0
+        with torch.no_grad():
+            assert model.eval()(**samples(0, 0)).logits.dtype == torch.float64
+    with accelerator(pp_degree=2, gradient_accumulation_steps=2) as one:
+        model, optimizer = prepared(one, factor=2.0)
+        load_folder(model, tmp_path / "folder", trust_pickle=True)
+        assert largest_difference(one.get_state_dict(model), saved) == 0
+        moments = [one["exp_avg"].dtype for one in optimizer.state.values()]
+        assert set(moments) == {torch.float64}
+    with accelerator(pp_degree=2, gradient_accumulation_steps=2) as one:
+        model, _ = prepared(one, factor=2.0)
+        one.load_state(str(tmp_path / "state"))
+        assert largest_difference(one.get_state_dict(model), saved) == 0
+        assert largest_difference(one.backend.gradients.unreduced(model), window) == 0
+        with torch.no_grad():  # the first stage gets logits in the dtype of the last one
+            assert model.eval()(**samples(0, 0)).logits.dtype == torch.float64
+
+
+@pytest.mark.ranks(1)
+def test_what_is_not_computed_in_fp64_is_refused(rank):
+    from loops import accelerator, make_model, optimizer_of
+
+    from accel_state.errors import PrepareError
+
+    with accelerator() as one:
+        for kind, reason in (("mixtral", "choose experts in fp32"), ("t5", "norms and attention of a T5 in fp32")):
+            with pytest.raises(PrepareError, match=f"{reason}.*; nearest: model.float"):
+                one.prepare(make_model(kind).double())
+        mixed = make_model("llama").double()
+        mixed.lm_head.float()
+        with pytest.raises(PrepareError, match=r"torch\.float64; .*or all in fp64"):
+            one.prepare(mixed)
+    with accelerator(use_distributed_optimizer=True) as one:
+        source = make_model("llama").double()
+        with pytest.raises(PrepareError, match="nearest: use_distributed_optimizer=False"):
+            one.prepare(source, optimizer_of(source))
 
 
 @pytest.mark.ranks(2)

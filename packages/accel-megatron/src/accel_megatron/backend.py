@@ -13,6 +13,7 @@ from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
+from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.conversion.kinds import architecture_of
 from accel_megatron.conversion.rules import stack_name
 from accel_megatron.library import close_groups, divide_stages, open_groups, require_library
@@ -77,6 +78,8 @@ class MegatronBackend(ModuleBackend):
             architecture.check_degrees(options.tp_degree, options.pp_degree, options.expert_model_parallel_size)
             options.chunks(architecture.num_layers)
             _check_dtype(model, halves=self.policy.autocast)
+            if _in_fp64(model):
+                _check_fp64(architecture, sharded=options.use_distributed_optimizer)
             _check_names(model, {stack_name(one) for _, rule in architecture.rules(0, 1) for one in rule.names})
 
     def bind(self, bundle: Bundle) -> Bundle:
@@ -103,8 +106,10 @@ class MegatronBackend(ModuleBackend):
     def _engine(self, source: nn.Module) -> MegatronEngine:
         options, config = self._options, cast(Any, source).config
         architecture = architecture_of(config, named_parameters(source))
-        source.float()  # weights in 16 bits, with mixed precision
-        dtype = self.policy.compute if self.policy.autocast and self.policy.compute else torch.float32
+        dtype = torch.float64 if _in_fp64(source) else torch.float32
+        if self.policy.autocast and self.policy.compute:
+            source.float()  # weights in 16 bits
+            dtype = self.policy.compute
         state = {name: value.detach().to(self.device) for name, value in model_state(source).items()}
         if self.session.world_size > 1:
             broadcast(list(state.values()), group=self.session.group)
@@ -133,7 +138,7 @@ class MegatronBackend(ModuleBackend):
             architecture,
             options,
             loss_scale=self.loss_scale,
-            kept={} if dtype == torch.float32 else {name: one.detach().clone() for name, one in weights.items()},
+            kept={} if dtype.itemsize > 2 else {name: one.detach().clone() for name, one in weights.items()},
         )
         return engine.train(training)
 
@@ -218,13 +223,29 @@ def _check_names(model: nn.Module, known: set[str]) -> None:
         )
 
 
+def _in_fp64(model: nn.Module) -> bool:
+    """Whether all parameters are in fp64."""
+    return {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def _check_fp64(architecture: Architecture, *, sharded: bool) -> None:
+    """Raises PrepareError for what is not computed in fp64."""
+    if architecture.in_fp32:
+        raise PrepareError(f"a model in fp64: {architecture.in_fp32}; nearest: model.float()")
+    if sharded:
+        raise PrepareError(
+            "use_distributed_optimizer with a model in fp64: Megatron-LM shards states of fp32 weights, and of 16-bit "
+            "ones; nearest: use_distributed_optimizer=False, or model.float()"
+        )
+
+
 def _check_dtype(model: nn.Module, *, halves: bool) -> None:
-    """Raises PrepareError for a model in fp64, or in 16 bits without mixed precision, which keeps weights in fp32."""
+    """Raises PrepareError for a model in several dtypes, or in others than mixed precision, or none, can have."""
     known = {torch.float32, torch.bfloat16, torch.float16} if halves else {torch.float32}
     other = {p.dtype for p in model.parameters()} - known
-    if other:
+    if other and (halves or not _in_fp64(model)):
         nearest = "" if torch.float64 in other else ", or mixed_precision='bf16' (or 'fp16')"
         raise PrepareError(
             f"{type(innermost(model)).__name__} has parameters in {', '.join(sorted(map(str, other)))}; Megatron-LM "
-            f"keeps weights in fp32 here; nearest: model.float(){nearest}"
+            f"keeps weights in fp32 here, or all in fp64 without mixed precision; nearest: model.float(){nearest}"
         )

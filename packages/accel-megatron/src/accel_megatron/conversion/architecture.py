@@ -49,6 +49,7 @@ class Architecture:
         layers: name of the layers in megatron-core's model.
         details: what the family needs to know beyond ``model``.
         padding: token whose lookups give its row of the embedding no gradient; None: there is none.
+        in_fp32: why the model is not computed in fp64; empty if it can be.
         undivided: why the model has one stage only; empty if its layers can be divided among stages.
     """
 
@@ -68,6 +69,7 @@ class Architecture:
     layers: str = "decoder.layers"
     details: Mapping[str, Any] = field(default_factory=dict)
     padding: int | None = None
+    in_fp32: str = ""
     undivided: str = ""
 
     def check_degrees(self, tensor: int, pipeline: int, expert: int = 1) -> None:

@@ -117,6 +117,7 @@ def mixtral(config: Any) -> Architecture:
         layer_rules=layer,
         num_experts=config.num_local_experts,
         expert_rules=expert,
+        in_fp32="megatron-core and Transformers choose experts in fp32",
     )
 
 

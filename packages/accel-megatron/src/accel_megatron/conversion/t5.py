@@ -85,6 +85,7 @@ def t5(config: Any) -> Architecture:
             "start": config.decoder_start_token_id,
             "padding": config.pad_token_id,
         },
+        in_fp32="Transformers computes norms and attention of a T5 in fp32, so that there is nothing to equal",
         undivided="megatron-core 0.16.1 cannot divide an encoder and a decoder among stages",
     )
 

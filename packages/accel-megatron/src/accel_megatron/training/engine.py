@@ -9,6 +9,7 @@ from torch import nn
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.families.family import TokenBatch
+from accel_megatron.families.losses import wide
 from accel_megatron.families.steps import TrainStepArguments, train_step_of
 from accel_megatron.families.table import family_of
 from accel_megatron.training.own_batch import LOSS, OwnBatch, joined, reporting
@@ -70,7 +71,7 @@ class MegatronEngine(nn.Module):
         self._own = train_step_of(TrainStepArguments(options, getattr(source, "config", None), architecture))
         self.reported: dict[str, torch.Tensor] = {}
         self.optimizer: EngineOptimizer | None = None
-        self.in_16_bits = bool(self.core.params_dtype != torch.float32)
+        self.in_16_bits = bool(self.core.params_dtype.itemsize == 2)
         self.gradients = WindowGradients(chunks)
 
     def forward(self, *args: Any, **arguments: Any) -> Any:
@@ -296,8 +297,11 @@ class MegatronEngine(nn.Module):
         """Returns the sum of what the last stage has found, on every stage."""
         from megatron.core import parallel_state
 
-        device = self.device
-        total = torch.stack(found).sum(0) if found else torch.empty(shape, device=device)
+        total = (
+            torch.stack(found).sum(0)
+            if found
+            else torch.empty(shape, dtype=wide(self.core.params_dtype), device=self.device)
+        )
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1:
             dist.broadcast(total, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)

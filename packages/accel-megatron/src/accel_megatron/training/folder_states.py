@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, fitted_groups
+from accel_megatron.families.losses import wide
 from accel_megatron.training.gathering import chunk_name
 from accel_megatron.training.optimizer import EngineOptimizer
 from accel_megatron.training.stage import bare
@@ -62,13 +63,13 @@ class FolderStates:
         return torch.tensor(float(known[0])) if known else None
 
     def wanted(self, model: Mapping[str, Any], trained: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Returns the tensors to load, in fp32: master weights, and the states of the ``trained`` parameters.
+        """Returns the tensors to load, in fp32 or fp64: master weights, and the states of the ``trained`` parameters.
 
         ``model``: this rank's weights by their names in megatron-core's model, described for megatron-core.
         """
         return {
             name: {
-                state: _tensor(one, torch.empty_like(one.data, dtype=torch.float32), prefix)
+                state: _tensor(one, torch.empty_like(one.data, dtype=wide(one.data.dtype)), prefix)
                 for state, prefix in self.prefixes.get(one.key, {}).items()
                 if state in MASTERS or name in trained
             }

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_backends.ops.fqn import innermost
+from accel_megatron.families.losses import wide
 from accel_megatron.private import without_writer_process
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.folder_states import (
@@ -165,17 +166,17 @@ def _on_all_ranks(work: Callable[[], T], failed: str, *, same: bool = False) -> 
 def _wanted(engine: MegatronEngine) -> dict[str, Any]:
     """Returns the tensors to load, which a folder must have in the same shapes.
 
-    megatron-core itself cuts or pads an embedding that has another number of rows. Floating-point tensors are fp32,
-    so that master weights are not rounded.
+    megatron-core itself cuts or pads an embedding that has another number of rows. Floating-point tensors are fp32
+    or fp64, so that master weights are not rounded.
     """
     wanted = described_weights(engine.chunks)
     for one in wanted.values():
         if hasattr(one, "allow_shape_mismatch"):
             one.allow_shape_mismatch = False
         if isinstance(getattr(one, "data", None), torch.Tensor) and one.data.is_floating_point():
-            one.data = one.data.float()
+            one.data = one.data.to(wide(one.data.dtype))
             if hasattr(one, "dtype"):
-                one.dtype = torch.float32
+                one.dtype = one.data.dtype
     return wanted
 
 

@@ -101,12 +101,17 @@ def norm_over_ranks(
 
 
 def mean_over_model_ranks(
-    full: Mapping[str, torch.Tensor], architecture: Architecture, shapes: Mapping[str, torch.Size], device: torch.device
+    full: Mapping[str, torch.Tensor],
+    architecture: Architecture,
+    shapes: Mapping[str, torch.Size],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Returns the mean of full tensors, by FQN, over the ranks that compute one replica: the same on all of them.
 
     Experts are averaged over the ranks that have other experts. A tensor that only other ranks pass is zero on this
-    one; ``shapes`` are those of all. Tensors that the ranks of a replica have in common stay as they are.
+    one; ``shapes`` are those of all, and the means have ``dtype``. Tensors that the ranks of a replica have in common
+    stay as they are.
 
     Collective: every rank of the group must call this.
     """
@@ -118,9 +123,9 @@ def mean_over_model_ranks(
     found: dict[str, torch.Tensor] = {}
     for name in (one for one in shapes if one in known):
         mean = (
-            full[name].to(device, torch.float32, copy=True)
+            full[name].to(device, dtype, copy=True)
             if name in full
-            else torch.zeros(shapes[name], device=device)
+            else torch.zeros(shapes[name], dtype=dtype, device=device)
         )
         group = (
             parallel_state.get_expert_tensor_model_pipeline_parallel_group()

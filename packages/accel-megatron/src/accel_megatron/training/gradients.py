@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from accel_backends import ReplicatedGradients
 from accel_backends.ops.fqn import named_parameters
+from accel_megatron.families.losses import wide
 from accel_megatron.training.gathering import (
     full_tensors,
     local_tensors,
@@ -85,13 +86,14 @@ class MegatronGradients(ReplicatedGradients):
         from megatron.core import parallel_state
 
         models = list(models)
-        device = self._engines.find(models[0]).device
+        first = self._engines.find(models[0])
         held = [
             (parameter, _of_replica(parameter))
             for model in models
             for parameter in named_weights(self._engines.find(model).chunks).values()
         ]
-        norm = norm_over_ranks(held, parallel_state.get_model_parallel_group(), device).to(torch.float32)
+        norm = norm_over_ranks(held, parallel_state.get_model_parallel_group(), first.device)
+        norm = norm.to(wide(first.core.params_dtype))
         return norm if self.loss_scale is None else norm / self.loss_scale.current
 
     def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
@@ -125,7 +127,9 @@ class MegatronGradients(ReplicatedGradients):
         engine.gradients.clear()
         shapes = {name: p.shape for name, p in named_parameters(engine.source).items()}
         # After a change of degrees, the ranks that compute one replica now may have the gradients of several.
-        mean = mean_over_model_ranks(gradients, engine.architecture, shapes, engine.device)
+        mean = mean_over_model_ranks(
+            gradients, engine.architecture, shapes, engine.device, wide(engine.core.params_dtype)
+        )
         if not mean:
             return
         own = named_weights(engine.chunks)

@@ -8,6 +8,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from accel_backends.ops.loss_scaling import check_scaled
 from accel_megatron.conversion.rules import stack_name
+from accel_megatron.families.losses import wide
 from accel_megatron.private import publish_main_weights, shard_span
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import local_rules, norm_over_ranks
@@ -143,7 +144,7 @@ class EngineOptimizer:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor.to(parameter.grad.dtype))
-        self.norm = norm.to(torch.float32)
+        self.norm = norm.to(wide(self.engine.core.params_dtype))
         return self.norm
 
     def unscale(self) -> None:

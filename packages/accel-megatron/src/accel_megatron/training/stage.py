@@ -7,6 +7,7 @@ import torch
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.conversion.rules import stack_name
+from accel_megatron.families.losses import vocab_parallel_losses
 from accel_megatron.families.table import family_of
 from accel_megatron.training.gathering import chunk_name, place
 from accel_megatron.training.padding import stop_padding
@@ -29,7 +30,7 @@ def transformer_config(
 ) -> Any:
     """Returns megatron-core's ``TransformerConfig`` of a model under these options.
 
-    ``dtype``: in which the model computes (fp32, bf16 or fp16). ``scaled``: multiplies a loss by the loss scale.
+    ``dtype``: in which the model computes (fp32, fp64, bf16 or fp16). ``scaled``: multiplies a loss by the loss scale.
 
     Raises:
         PrepareError: the options say something else than the model.
@@ -70,8 +71,8 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         grad_scale_func=scaled,
-        # In fp32 the scores need no cast.
-        attention_softmax_in_fp32=options.attention_softmax_in_fp32 and dtype != torch.float32,
+        # In fp32 the scores need no cast, and in fp64 they have none.
+        attention_softmax_in_fp32=options.attention_softmax_in_fp32 and dtype in (torch.bfloat16, torch.float16),
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -145,6 +146,9 @@ def _build(
         check_parameters(model, weights)
     if architecture.padding is not None and first:
         stop_padding(model.embedding.word_embeddings, architecture.padding)
+    if config.params_dtype == torch.float64:
+        model.compute_language_model_loss = vocab_parallel_losses
+        model.double()
     model.to(device)
     own = dict(model.named_parameters())
     assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())
