@@ -1,7 +1,7 @@
 """Tiny models, and one training loop for Megatron-LM and for one process."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ VOCABULARY, LENGTH, STEPS = 64, 12, 3
 OF_ACCELERATOR = {"mixed_precision", "kwargs_handlers", "log_with", "project_dir"}
 
 
-def make_model(kind: str, *, vocabulary: int = VOCABULARY, layers: int = 4) -> nn.Module:
+def make_model(kind: str, *, vocabulary: int = VOCABULARY, layers: int = 4, seed: int = 0) -> nn.Module:
     from transformers import (
         BertConfig,
         BertForMaskedLM,
@@ -37,7 +37,7 @@ def make_model(kind: str, *, vocabulary: int = VOCABULARY, layers: int = 4) -> n
         T5ForConditionalGeneration,
     )
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if kind == "gpt2":
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config: Any = GPT2Config(
@@ -123,19 +123,23 @@ def samples(replica: int, step: int, count: int = 4, *, kind: str = "llama") -> 
     return batch
 
 
+def on(device: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in batch.items()}
+
+
 @contextmanager
 def accelerator(**options: Any) -> Iterator[Any]:
     from cuda_on_cpu import cuda_on_cpu
 
-    steps = options.pop("gradient_accumulation_steps", 1)
+    steps, gpu = options.pop("gradient_accumulation_steps", 1), options.pop("gpu", False)
     own = {
         name: options.pop(name)
         for name in ("mixed_precision", "kwargs_handlers", "log_with", "project_dir")
         if name in options
     }
-    with cuda_on_cpu():
+    with nullcontext() if gpu else cuda_on_cpu():
         one = Accelerator(
-            cpu=True,
+            cpu=not gpu,
             strategy=MegatronLMPlugin(**{"gradient_clipping": 0, **options}),
             gradient_accumulation_steps=steps,
             **own,
@@ -169,15 +173,16 @@ def reference(
     clip: float | None = None,
     precision: str = "no",
     batches: str = "llama",
+    device: str = "cpu",
 ) -> list[float]:
     """Trains in one process on the samples of all data-parallel ranks; returns the losses of replica 0."""
-    model = autocast_module(model, PrecisionPolicy.parse(precision), "cpu")
+    model = autocast_module(model.to(device), PrecisionPolicy.parse(precision), device)
     optimizer = optimizer_of(model, kind)
     losses = []
     for step in range(STEPS):
         for part in range(accumulation):
             for replica in range(replicas):
-                loss = model(**samples(replica, step * accumulation + part, kind=batches)).loss
+                loss = model(**on(device, samples(replica, step * accumulation + part, kind=batches))).loss
                 (loss / replicas / accumulation).backward()
                 if replica == 0:
                     losses.append(float(loss.detach()))
@@ -202,7 +207,7 @@ def train(
     losses = []
     for step in range(STEPS * accumulation):
         with one.accumulate(model):
-            loss = model(**samples(replica, step, kind=batches)).loss
+            loss = model(**on(one.device, samples(replica, step, kind=batches))).loss
             losses.append(float(loss.detach()))
             one.backward(loss)
             if one.sync_gradients and clip is not None:
@@ -234,7 +239,7 @@ def trained(
             one.load_state(str(load))
         for step in steps:
             with one.accumulate(model):
-                one.backward(model(**samples(replica, step, kind=kind)).loss)
+                one.backward(model(**on(one.device, samples(replica, step, kind=kind))).loss)
                 prepared.step()
                 prepared.zero_grad()
         if save is not None:
@@ -265,7 +270,7 @@ def reference_gradients(kind: str, replicas: int, *, accumulation: int = 1) -> d
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     known = {name: value for name, value in other.items() if name in one}
     assert known.keys() == one.keys()
-    return max((one[name] - value).abs().max().item() for name, value in known.items())
+    return max((one[name].cpu() - value.cpu()).abs().max().item() for name, value in known.items())
 
 
 def assert_trains_as_one_process(

@@ -10,6 +10,7 @@ import pytest
 import accel_megatron
 
 README = Path(__file__).parent.parent / "README.md"
+GUIDE = README.parents[2] / "docs" / "guides" / "megatron.md"
 
 
 @pytest.mark.parametrize("name", accel_megatron.__all__)
@@ -28,6 +29,12 @@ def test_no_other_package_imports_megatron():
     assert len(sources) > 100
     written = re.compile(r"^\s*(from|import) megatron\b", re.MULTILINE)
     assert [str(path) for path in sources if written.search(path.read_text())] == []
+
+
+def test_the_guide_lists_what_no_gpu_has_proven():
+    section = GUIDE.read_text().split("## Not proven\n")[1].split("\n## ")[0]
+    waiting = re.findall(r"^def (test_\w+)", (Path(__file__).parent / "test_gpu.py").read_text(), re.MULTILINE)
+    assert re.findall(r"`(test_\w+)`", section) == waiting
 
 
 def test_the_example_runs_as_it_is(capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from importlib.util import find_spec
 
 import pytest
 
@@ -18,6 +19,68 @@ def test_a_variable_is_read_where_a_field_is_not_given(monkeypatch):
     monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "two")
     with pytest.raises(ConfigError, match="MEGATRON_LM_PP_DEGREE"):
         MegatronLMPlugin()
+
+
+def test_each_flag_of_accel_launch_is_an_option():
+    from accel_launch.config import settings
+
+    flags = {name.removeprefix("megatron_lm_") for name in settings() if name.startswith("megatron_lm_")}
+    assert flags == set(OPTIONS)
+
+
+OTHER = {
+    **dict.fromkeys(("sequence_parallelism", "recompute_activations", "use_distributed_optimizer"), True),
+    **dict.fromkeys(("attention_softmax_in_fp32", "calculate_per_token_loss"), False),
+    "use_rotary_position_embeddings": True,
+    "recompute_granularity": "selective",
+    "recompute_method": "block",
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "gradient_clipping"), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if not option.refused])
+def test_each_flag_and_variable_of_accel_launch_sets_its_field(name, monkeypatch):
+    from accel.setup.plugins_from_config import options_from_settings
+    from accel_launch.config import resolve_config
+
+    value = OTHER.get(name, 2)
+    given = resolve_config({"use_megatron_lm": True, f"megatron_lm_{name}": value}, {})
+    (options,) = options_from_settings(given)
+    assert getattr(MegatronLMPlugin.build(options.values), name) == value != OPTIONS[name].default
+    monkeypatch.setenv(f"MEGATRON_LM_{name.upper()}", str(value).lower())
+    assert getattr(MegatronLMPlugin(), name) == value
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"sequence_parallelism": True, "tp_degree": 2}, "sequence_parallel"),
+        ({"tp_degree": 2}, "tensor_model_parallel_size"),
+        ({"pp_degree": 2}, "pipeline_model_parallel_size"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "virtual_pipeline_model_parallel_size"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size"),
+        ({"attention_dropout": 0.5}, "attention_dropout"),
+        ({"hidden_dropout": 0.5}, "hidden_dropout"),
+        ({"attention_softmax_in_fp32": False}, "attention_softmax_in_fp32"),
+        ({"recompute_granularity": "selective"}, "recompute_granularity"),
+        ({"recompute_method": "block"}, "recompute_method"),
+        ({"recompute_num_layers": 2}, "recompute_num_layers"),
+    ],
+)
+def test_options_of_the_model_reach_megatron_core(options, field):
+    import torch
+    from loops import make_model
+
+    from accel_megatron.conversion.kinds import architecture_of
+    from accel_megatron.training.stage import transformer_config
+
+    architecture = architecture_of(make_model("mixtral").config)
+    base = {"recompute_activations": True} | ({"pp_degree": 2} if "virtual" in field else {})
+    plain, other = (
+        transformer_config(MegatronLMPlugin(**given), architecture, torch.bfloat16) for given in (base, base | options)
+    )
+    assert getattr(plain, field) != getattr(other, field)
 
 
 def test_context_parallelism_is_off_by_default():

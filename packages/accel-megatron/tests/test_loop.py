@@ -95,6 +95,20 @@ def test_a_seed_repeats_the_dropout(rank, options):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
+    "options", [{"tp_degree": 2}, {"tp_degree": 2, "sequence_parallelism": True}, {"use_distributed_optimizer": True}]
+)
+def test_dropout_continues_after_a_checkpoint_as_without_it(rank, options, tmp_path):
+    from loops import largest_difference, trained
+
+    options = {"hidden_dropout": 0.2, "attention_dropout": 0.2, **options}
+
+    trained(options, range(2), kind="gpt2", save=tmp_path / "saved")
+    continued = trained(options, range(2, 4), kind="gpt2", load=tmp_path / "saved")
+    assert largest_difference(continued, trained(options, range(4), kind="gpt2")) < 1e-6
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
     ("recomputed", "forwards"),
     [
         ({"recompute_granularity": "full"}, 2),

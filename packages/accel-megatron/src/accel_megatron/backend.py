@@ -16,7 +16,7 @@ from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.conversion.kinds import architecture_of
 from accel_megatron.conversion.rules import stack_name
-from accel_megatron.library import close_groups, divide_stages, open_groups, require_library
+from accel_megatron.library import close_groups, divide_stages, open_groups, require_library, seed_tensor_parallel
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import local_tensors
 from accel_megatron.training.gradients import MegatronGradients
@@ -115,11 +115,9 @@ class MegatronBackend(ModuleBackend):
             broadcast(list(state.values()), group=self.session.group)
         trained = {name: p.requires_grad for name, p in named_parameters(source).items()}
         devices = [self.device] if self.device.type == "cuda" else []
+        seed_tensor_parallel(torch.initial_seed() % 2**31, self.device)
         # Megatron-LM's wrapper follows the graph of each parameter, also if the caller has turned gradients off.
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-            model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
             divide_stages(options.chunks(architecture.num_layers))
             weights = local_tensors(architecture, state)
             chunks = build_chunks(

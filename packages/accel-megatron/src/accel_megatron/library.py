@@ -3,8 +3,12 @@
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from accel_state.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
 
 INSTALL = 'from a checkout of accel, pip install "./packages/accel-megatron[megatron]"'
 _MESSAGES = "(Transformer Engine|Apex).*not installed"
@@ -62,6 +66,18 @@ def divide_stages(chunks: int | None) -> None:
     from megatron.core import parallel_state
 
     parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
+
+
+def seed_tensor_parallel(seed: int, device: "torch.device") -> None:
+    """Seeds megatron-core's generators of dropout that differs between tensor-parallel ranks, and no other generator.
+
+    megatron-core keeps their states apart from torch's, so that neither ``set_seed`` nor a checkpoint has them.
+    """
+    import torch
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model_parallel_cuda_manual_seed(seed)
 
 
 def close_groups() -> None:

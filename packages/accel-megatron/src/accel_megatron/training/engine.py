@@ -12,6 +12,7 @@ from accel_megatron.families.family import TokenBatch
 from accel_megatron.families.losses import wide
 from accel_megatron.families.steps import TrainStepArguments, train_step_of
 from accel_megatron.families.table import family_of
+from accel_megatron.library import seed_tensor_parallel
 from accel_megatron.training.own_batch import LOSS, OwnBatch, joined, reporting
 from accel_megatron.training.stage import named_weights
 from accel_megatron.training.window import Scheduled, WindowGradients
@@ -279,6 +280,8 @@ class MegatronEngine(nn.Module):
     ) -> list[Any]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+        if self.training and (self.core.hidden_dropout or self.core.attention_dropout):
+            seed_tensor_parallel(int(torch.randint(2**31, ())), self.device)
         with torch.enable_grad() if not forward_only else torch.no_grad():
             found: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
