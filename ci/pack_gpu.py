@@ -26,6 +26,7 @@ NEEDED = (
     *("pytest>=8.4,<10", "pytest-timeout", "psutil", "pluggy", "iniconfig"),
 )
 MEASURED = ("torchao==0.18.0", "torchdata")
+MEGATRON = "megatron-core==0.16.1"  # of the tests of accel-megatron; what it needs is on the machine
 FOR_DEEPSPEED = (
     "hjson",
     "py-cpuinfo",
@@ -50,7 +51,7 @@ mkdir -p "$out"
 python=${PYTHON:-python3}
 export PIP_BREAK_SYSTEM_PACKAGES=1  # the Python of a distribution refuses otherwise
 # With what each needs where that is here or on the machine, alone otherwise: the driver then says what is missing.
-for name in accel-training accel-testing pytest-timeout torchao torchdata deepspeed; do
+for name in accel-training accel-testing pytest-timeout torchao torchdata deepspeed megatron-core; do
   for alone in "" --no-deps; do
     $python -m pip install --no-index --find-links "$here" --disable-pip-version-check --quiet $alone $name \\
       >> "$out/install.txt" 2>&1 && continue 2
@@ -123,7 +124,7 @@ def pack(folder: Path, python: str, *, ours_only: bool = False) -> list[str]:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     own_wheels(folder)
-    missing = [] if ours_only else others_wheels(folder, python, [*NEEDED, *MEASURED, *FOR_DEEPSPEED])
+    missing = [] if ours_only else others_wheels(folder, python, [*NEEDED, *MEASURED, MEGATRON, *FOR_DEEPSPEED])
     if not ours_only:
         missing += others_wheels(folder, python, pydantic_core(folder)) + deepspeed_wheel(folder)
     (folder / "run.sh").write_text(RUN, encoding="utf-8")

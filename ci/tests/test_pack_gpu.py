@@ -1,6 +1,7 @@
 """What is packed for a GPU machine: wheels for any Python from 3.11 on, and a script that bash understands."""
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,9 @@ def test_a_pack_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_every_member_is_packed() -> None:
     assert {member.name for member in pack_gpu.MEMBERS} >= {"accel", "accel-state", "accel-deepspeed", "testing"}
+
+
+def test_megatron_core_is_packed_in_the_version_of_its_backend() -> None:
+    wanted = tomllib.loads((pack_gpu.ROOT / "packages" / "accel-megatron" / "pyproject.toml").read_text())
+    assert pack_gpu.MEGATRON in wanted["project"]["optional-dependencies"]["megatron"]
+    assert " megatron-core;" in pack_gpu.RUN

@@ -89,6 +89,8 @@ def cuda_on_cpu() -> Iterator[None]:
         stack.enter_context(
             patch.object(random, "_set_cuda_rng_state", lambda state, *args, **options: torch.set_rng_state(state))
         )
+        # megatron-core keeps the stream for the process, in which a test on a GPU may follow.
+        stack.enter_context(patch.object(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None))
         stack.enter_context(patch.object(dispatcher, "maybe_move_tensor_to_cpu", _on_host))
         stack.enter_context(_OnCPU())
         yield

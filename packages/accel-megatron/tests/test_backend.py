@@ -49,26 +49,36 @@ INTERLEAVED = {"pp_degree": 4, "num_micro_batches": 4, "num_layers_per_virtual_p
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("megatron bert", marks=pytest.mark.slow)])
-def test_four_stages_with_an_interleaved_schedule_train_as_one_process(rank, kind):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gpt2", {"optimizer": "sgd"}),
+        ("llama", {"use_distributed_optimizer": True}),
+        pytest.param("megatron bert", {"optimizer": "sgd"}, marks=pytest.mark.slow),
+    ],
+)
+def test_four_stages_with_an_interleaved_schedule_train_as_one_process(rank, kind, options):
     from loops import assert_trains_as_one_process
 
-    assert_trains_as_one_process(kind, accumulation=2, clip=0.5, optimizer="sgd", layers=8, **INTERLEAVED)
+    assert_trains_as_one_process(kind, accumulation=2, clip=0.5, layers=8, **options, **INTERLEAVED)
 
 
 @pytest.mark.ranks(4)
 def test_an_interleaved_model_evaluates_any_batch_and_continues_with_other_degrees(rank, tmp_path):
     import torch
-    from loops import accelerator, largest_difference, make_model, samples, trained
+    from loops import accelerator, largest_difference, make_model, optimizer_of, samples, trained
 
     from accel_megatron import load_folder, save_folder
     from accel_state.errors import BackendError
 
+    def prepared(one):
+        source = make_model("llama", layers=8)
+        return one.prepare(source, optimizer_of(source))
+
     plain = {"tp_degree": 2, "pp_degree": 2}
     with accelerator(**INTERLEAVED) as one:
-        model = one.prepare(make_model("llama", layers=8))
+        model, _ = prepared(one)
         assert [len(chunk.module.decoder.layers) for chunk in model.chunks] == [1, 1]
-        save_folder(model, tmp_path / "folder")
         batch = samples(0, 0, count=3)
         with pytest.raises(BackendError, match="a batch of 3 samples does not divide into num_micro_batches=4"):
             model(**batch)
@@ -76,13 +86,17 @@ def test_an_interleaved_model_evaluates_any_batch_and_continues_with_other_degre
             expected, found = make_model("llama", layers=8).eval()(**batch), model.eval()(**batch)
         assert float(found.loss) == pytest.approx(float(expected.loss), abs=1e-5)
         assert torch.allclose(found.logits, expected.logits, atol=1e-5)
+        model.train().train_step(**samples(0, 0))
+        save_folder(model, tmp_path / "folder")
+        saved = one.get_state_dict(model)
+        model.train_step(**samples(0, 1))
+        stepped = one.get_state_dict(model)
     with accelerator(**plain) as one:
-        model = one.prepare(make_model("llama", layers=8))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
+        model, _ = prepared(one)
         load_folder(model, tmp_path / "folder", trust_pickle=True)
-        assert largest_difference(one.get_state_dict(model), make_model("llama", layers=8).state_dict()) == 0
+        assert largest_difference(one.get_state_dict(model), saved) == 0
+        model.train_step(**samples(0, 1))
+        assert largest_difference(one.get_state_dict(model), stepped) < 1e-5
     expected = trained(plain, range(4), layers=8)
     trained(INTERLEAVED, range(2), layers=8, save=tmp_path / "saved")
     assert largest_difference(trained(plain, range(2, 4), layers=8, load=tmp_path / "saved"), expected) < 1e-4
