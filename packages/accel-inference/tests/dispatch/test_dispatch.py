@@ -253,6 +253,9 @@ def test_loading_ends_an_earlier_dispatch(model, three_layers, tmp_path):
     load_checkpoint_and_dispatch(loaded, tmp_path)
     assert torch.equal(loaded(X), expected)
     assert not hasattr(loaded, "hf_device_map")
+    offloaded = cpu_offload(three_layers().eval())
+    assert torch.equal(load_checkpoint_and_dispatch(offloaded, tmp_path)(X), expected)
+    assert not any(hasattr(part, "_hf_hook") for part in offloaded.modules())
     assert torch.equal(loaded.to("cpu")(X), expected)
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.dispatch.load import load_checkpoint_and_dispatch
@@ -124,13 +124,38 @@ def test_layers_that_are_cast_give_the_bits_of_their_rounded_weights(name, kind,
         assert torch.equal(offloaded.generate(ids, **options), rounded.generate(ids, **options))
 
 
-@pytest.mark.parametrize("kind", [to_cpu, to_disk])
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("size", ["8KB", "1GB"])
+@pytest.mark.parametrize("kind", [*KINDS, mapped])
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "t5", "vit"])
+def test_a_model_of_transformers_is_saved_with_its_weights_whatever_is_offloaded(name, kind, size, tmp_path):
+    model = make(name)
+    expected = {key: one.clone() for key, one in model.state_dict().items()}
+    kind(model, tmp_path).save_pretrained(tmp_path / "saved", max_shard_size=size)
+    again = type(model).from_pretrained(tmp_path / "saved")
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(one, expected[key]) for key, one in again.state_dict().items())
+    assert find_tied_parameters(again) == find_tied_parameters(make(name))
+    assert (len(list((tmp_path / "saved").glob("*.safetensors"))) > 1) == (size == "8KB")
+
+
+def test_layers_that_are_cast_and_offloaded_are_saved_as_they_are_stored(tmp_path):
+    model = make("llama")
+    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
+    expected = {key: one.clone() for key, one in model.state_dict().items()}
+    to_disk(model, tmp_path).save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == expected.keys()
+    assert all(one.dtype is expected[key].dtype and torch.equal(one, expected[key]) for key, one in saved.items())
+
+
 @torch.no_grad()
-def test_an_offloaded_model_is_saved_with_its_weights(kind, tmp_path):
+def test_a_state_dict_of_an_offloaded_model_is_saved_with_ties(tmp_path):
     model = make("llama-tied")
     expected = model(**inputs_of("llama-tied")).logits
-    offloaded = kind(model, tmp_path)
+    offloaded = to_disk(model, tmp_path)
     offloaded.save_pretrained(tmp_path / "saved", state_dict=get_state_dict_offloaded_model(offloaded))
+    assert "lm_head.weight" not in load_file(tmp_path / "saved" / "model.safetensors")
     again = type(model).from_pretrained(tmp_path / "saved").eval()
     assert torch.equal(again(**inputs_of("llama-tied")).logits, expected)
 

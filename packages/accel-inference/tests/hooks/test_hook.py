@@ -113,6 +113,16 @@ def test_a_copy_has_its_own_forward(duplicate):
     assert not hasattr(made[0], "_hf_hook")
 
 
+def test_a_container_with_a_hook_pickles_and_copies():
+    model = nn.ModuleList([nn.Linear(3, 4)])  # its forward is a function that torch calls _forward_unimplemented
+    add_hook_to_module(model, ModelHook())
+    made = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    with pytest.raises(NotImplementedError, match="ModuleList"):
+        made(X)
+    remove_hook_from_submodules(made)
+    assert made.__dict__.keys() == nn.ModuleList().__dict__.keys()
+
+
 def test_a_graph_module_can_be_recompiled():
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
     expected, shifted = graph(X), graph(X + 1)

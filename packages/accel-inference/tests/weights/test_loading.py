@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accel_inference.dispatch.load import load_checkpoint_and_dispatch
 from accel_inference.module_tensors.meta_init import init_empty_weights
 from accel_inference.weights.checkpoint_files import load_state_dict
 from accel_inference.weights.loading import load_checkpoint_in_model
@@ -106,6 +107,33 @@ def test_tied_weights_are_one_after_loading(tmp_path):
     load_checkpoint_in_model(empty, checkpoint, strict=True)
     assert empty[1].weight is empty[0].weight
     assert torch.equal(empty[0].weight, state["0.weight"])
+
+
+@pytest.mark.parametrize("places", [("cpu", "disk"), ("disk", "cpu"), ("disk", "disk")])
+def test_a_tied_weight_is_loaded_for_each_of_its_places(places, tmp_path):
+    save_file({"embed.weight": torch.arange(8.0).view(4, 2)}, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+        model["head"].weight = model["embed"].weight
+    device_map = dict(zip(("embed", "head"), places, strict=True))
+    model = load_checkpoint_and_dispatch(model, tmp_path, device_map, offload_folder=tmp_path / "offload")
+    for _ in range(2):
+        hidden = model["embed"](torch.tensor([3]))
+        assert model["head"](hidden).tolist() == [[7, 33, 59, 85]]
+    assert tuple("disk" if one.weight.is_meta else "cpu" for one in model.values()) == places
+
+
+def test_a_module_that_two_others_share_is_loaded_where_the_map_has_it(tmp_path):
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model.append(model[0])
+    torch.save(model.state_dict(), tmp_path / "model.bin")  # with the names of both
+    expected = model[2].weight.detach().clone()
+    nn.init.zeros_(model[0].weight)
+    load_checkpoint_in_model(model, tmp_path / "model.bin", {"0": "cpu", "1": "cpu"})
+    assert model[2] is model[0]
+    assert torch.equal(model[2].weight, expected)
+    with pytest.raises(ValueError, match=r"1\.weight doesn't have any device set"):
+        load_checkpoint_in_model(model, tmp_path / "model.bin", {"2": "cpu"})
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])

@@ -500,7 +500,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
 
         If the model is sharded, the main process gets full tensors in host memory and the others an empty dict, unless
         ``sharded`` requests each rank's own shards (DTensors). With ``unwrap=False`` the result is the ``state_dict``
-        of the wrapped model.
+        of the wrapped model. Weights that are offloaded (``cpu_offload``, ...) are read into host memory.
 
         Collective: every rank of the group must call this.
 

@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
+from accel import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+)
 from accel_ckpt import load_model_files
-from accel_state.errors import CheckpointError, ConfigError
+from accel_state.errors import CheckpointError, ConfigError, PrepareError
 
 
 class Tied(nn.Module):
@@ -118,3 +125,21 @@ def test_what_would_not_be_plain_safetensors_is_refused(
     with pytest.raises(error, match=words):
         call(accelerator, accelerator.prepare(Tied()), tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk", "map"])
+def test_a_model_with_offloaded_weights_is_exported_and_not_prepared(way: str, tmp_path: Path) -> None:
+    accelerator, model = Accelerator(cpu=True), Tied()
+    if way == "map":
+        places = {"embedding": "disk", "inner": "disk", "norm": "cpu", "head": "disk"}
+        dispatch_model(model, places, offload_dir=tmp_path / "weights")
+    else:
+        cpu_offload(model) if way == "cpu" else disk_offload(model, tmp_path / "weights")
+    state = accelerator.get_state_dict(model)
+    expected = Tied().state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    accelerator.save_model(model, tmp_path / "export", max_shard_size="1KB")
+    assert_loads(tmp_path / "export")
+    with pytest.raises(PrepareError, match=r"weights of Tied are offloaded; .*remove_hook_from_submodules"):
+        accelerator.prepare(model)

@@ -78,6 +78,11 @@ def check_bundle(
 
 
 def _check_devices(model: nn.Module, meta_allowed: bool) -> None:
+    if any(getattr(getattr(part, "_hf_hook", None), "offload", False) for part in model.modules()):
+        raise PrepareError(
+            f"weights of {type(model).__name__} are offloaded; call the model as it is, without prepare, or prepare it "
+            "after remove_hook_from_submodules(model), which brings back the weights that it had in memory"
+        )
     first: tuple[str, nn.Parameter] | None = None
     for name, parameter in named_parameters(model).items():
         if first is None:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from accel_inference.dispatch.dispatch import dispatch_model
-from accel_inference.hooks.align import DeviceLike
-from accel_inference.hooks.hook import MOVES, remove_hook_from_module
+from accel_inference.hooks.align import DeviceLike, hooks_of
+from accel_inference.hooks.hook import REPLACED, remove_hook_from_module
 from accel_inference.module_tensors.ties import forget_ties
 from accel_inference.placement.auto_map import infer_auto_device_map
 from accel_inference.placement.budgets import DeviceName, get_balanced_memory
@@ -98,14 +98,14 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913  (the signature that users kn
 
 def _discard_dispatch(model: nn.Module) -> None:
     """Removes the hooks of an earlier dispatch without reading its weights, which others have replaced."""
-    if not hasattr(model, "hf_device_map"):
+    if not hasattr(model, "hf_device_map") and not any(hooks_of(module) for module in model.modules()):
         return
     for module in model.modules():
         remove_hook_from_module(module, detach=False)
         forget_ties(module)
-        for name in MOVES:
+        for name in REPLACED:
             module.__dict__.pop(name, None)
-    del model.hf_device_map
+    model.__dict__.pop("hf_device_map", None)
 
 
 def automatic_map(

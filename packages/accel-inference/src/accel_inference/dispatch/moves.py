@@ -1,4 +1,4 @@
-"""Guards on the methods that move or convert a model whose modules have devices of their own."""
+"""Methods of an offloaded model in place of those that move or convert it, and of the one that saves it."""
 
 import functools
 from collections.abc import Callable
@@ -18,15 +18,31 @@ _TARGETS = {"float": torch.float32, "double": torch.float64, "half": torch.float
 
 
 def guard_moves(model: nn.Module) -> None:
-    """Makes ``model.to`` and the like warn, or refuse if modules of the model are offloaded.
+    """Makes ``model.to`` and the like warn, or refuse if modules of the model are offloaded; saving reads the weights.
 
-    They change the placeholders on the meta device, and not the weights.
+    They would change the placeholders on the meta device, and not the weights.
     """
     for name in MOVES:
         if hasattr(type(model), name):
             method = getattr(model, name)
             guarded: Callable[..., Any] = functools.partial(_move, model, name)
             model.__dict__[name] = functools.update_wrapper(guarded, method)
+    if hasattr(type(model), "save_pretrained"):
+        named: Any = model
+        saving = functools.partial(_save_pretrained, model)
+        model.__dict__["save_pretrained"] = functools.update_wrapper(saving, named.save_pretrained)
+
+
+def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Saves a model of transformers, which reads offloaded weights, a file at a time, if ``hf_device_map`` has them."""
+    cls: Any = type(model)
+    if hasattr(model, "hf_device_map"):
+        return cls.save_pretrained(model, *args, **kwargs)
+    model.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
+    try:
+        return cls.save_pretrained(model, *args, **kwargs)
+    finally:
+        del model.hf_device_map
 
 
 def _move(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -171,7 +171,7 @@ class AlignDevicesHook(ModelHook):
         if (block := self._register(module)) is not None:
             tensors = block[0].acquire(block[1])
         else:
-            weights: Mapping[str, Tensor] = self.weights_map or {}
+            weights: Mapping[str, Tensor] = {} if self.weights_map is None else self.weights_map
             device = _device(self.execution_device)
             tensors = {name: weights[name].to(device) for name in self._offloaded_names(module)}
         self._depth, self._thread = 1, here
@@ -179,8 +179,8 @@ class AlignDevicesHook(ModelHook):
             owner, leaf = owner_of(module, name)
             empty = owner._parameters.get(leaf) if leaf in owner._parameters else owner._buffers[leaf]
             assert empty is not None
-            if leaf in owner._buffers and not empty.is_meta:
-                continue  # an earlier forward changed it
+            if not empty.is_meta:
+                continue  # an earlier forward changed the buffer, or the user has put a value there
             self._placed.append((owner, leaf, empty))
             if leaf in owner._buffers:
                 self._buffers[id(owner), leaf] = tensor

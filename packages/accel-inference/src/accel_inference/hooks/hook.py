@@ -1,11 +1,11 @@
 """Hooks around the forward of a module."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_inference.module_tensors.ties import (
     find_tied_parameters,
@@ -18,6 +18,8 @@ CASTS = ("float", "double", "half", "bfloat16", "type")
 """Methods that change the dtype of a module's tensors."""
 MOVES = ("to", "cpu", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu", "to_empty", "share_memory", *CASTS)
 """Methods that move or convert a module; a dispatched or offloaded model has its own in their place."""
+REPLACED = (*MOVES, "save_pretrained")
+"""All methods in whose place such a model has its own."""
 
 
 class ModelHook:
@@ -66,6 +68,12 @@ class SequentialHook(ModelHook):
         """Whether one of the hooks offloads the weights."""
         return any(hook.offload for hook in self.hooks)
 
+    @property
+    def weights_map(self) -> Mapping[str, Tensor] | None:
+        """Offloaded weights of the module, which ``save_pretrained`` of transformers reads; None without any."""
+        maps = [getattr(hook, "weights_map", None) for hook in self.hooks]
+        return next((one for one in maps if one is not None), None)
+
     def init_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:
             module = hook.init_hook(module)
@@ -113,13 +121,24 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         remove_hook_from_module(module, detach=False)
     added = hook.hooks[-1] if append and isinstance(hook, SequentialHook) else hook
     module = added.init_hook(module)
-    original = module.forward
+    original = _picklable_forward(module)
     attributes: Any = module
     attributes._hf_hook, attributes._old_forward = hook, original
     # A partial of a function of a module pickles, and a deep copy of it refers to the copy of the module.
     hooked = functools.update_wrapper(functools.partial(run, module), original)
     _set_forward(module, hooked)
     return module
+
+
+def _picklable_forward(module: nn.Module) -> Any:
+    """The forward of a module; a method that is defined under another name does not pickle, but its function may."""
+    forward: Any = module.forward
+    function = getattr(forward, "__func__", None)
+    if function is None or getattr(type(module), function.__name__, None) is function:
+        return forward
+    named: Any = functools.partial(function, module)
+    named.__name__ = function.__name__
+    return named
 
 
 def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +181,7 @@ def _remove_hook(module: nn.Module, *, detach: bool) -> None:
         delattr(module, "_hf_hook")
     if hasattr(module, "_old_forward"):
         _restore_forward(module)
-    for name in MOVES if detach else ():
+    for name in REPLACED if detach else ():
         module.__dict__.pop(name, None)
 
 
@@ -193,6 +212,6 @@ def _restore_forward(module: nn.Module) -> None:
         type(module).forward = getattr(old, "__func__", old)
     else:
         module.__dict__.pop("forward", None)
-        if module.forward != old:
+        if module.forward != old and getattr(module.forward, "__func__", None) is not getattr(old, "func", old):
             module.__dict__["forward"] = old
     delattr(module, "_old_forward")

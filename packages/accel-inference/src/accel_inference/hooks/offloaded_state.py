@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_inference.hooks.align import AlignDevicesHook, DeviceLike, hooks_of
-from accel_inference.module_tensors.access import set_module_tensor_to_device
+from accel_inference.module_tensors.access import owner_of, set_module_tensor_to_device
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -56,12 +56,12 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
         MemoryError: the weights of a module do not fit into host memory.
     """
     found: dict[str, Tensor] = {}
+    read: dict[int, Tensor] = {}
     kept = set(model.state_dict())
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         offloading = [hook for hook in hooks_of(module) if hook.offload and hook.weights_map is not None]
         for hook in offloading:
-            changed = {f"{name}.{leaf}" if name else leaf for leaf, one in module.named_buffers() if not one.is_meta}
-            found.update(_offloaded(hook, name, kept - changed))
+            found.update(_offloaded(hook, module, name, kept, read))
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for leaf, tensor in own:
             full = f"{name}.{leaf}" if name else leaf
@@ -72,14 +72,21 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _offloaded(hook: AlignDevicesHook, module_name: str, kept: set[str]) -> dict[str, Tensor]:
-    weights: Mapping[str, Tensor] = hook.weights_map or {}
+def _offloaded(
+    hook: AlignDevicesHook, module: nn.Module, module_name: str, kept: set[str], read: dict[int, Tensor]
+) -> dict[str, Tensor]:
+    """The offloaded weights of a module among the names ``kept``; ``read`` has those of placeholders read before."""
+    weights: Mapping[str, Tensor] = {} if hook.weights_map is None else hook.weights_map
     found = {}
     for leaf in hook.original_devices:
         full = f"{module_name}.{leaf}" if module_name else leaf
-        if full in kept and leaf in weights:
+        owner, own = owner_of(module, leaf)
+        placeholder = owner._parameters[own] if own in owner._parameters else owner._buffers[own]
+        if full in kept and leaf in weights and placeholder is not None and placeholder.is_meta:
             try:
-                found[full] = weights[leaf].cpu()
+                if id(placeholder) not in read:
+                    read[id(placeholder)] = weights[leaf].cpu()
+                found[full] = read[id(placeholder)]
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise MemoryError(f"{full} does not fit into host memory: {error}") from error
     return found

@@ -30,7 +30,7 @@ def named_module_tensors(
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Names of buffers that are not in the state dict; with ``fqns``, full names."""
     found = set()
-    for prefix, part in module.named_modules() if recurse else (("", module),):
+    for prefix, part in module.named_modules(remove_duplicate=False) if recurse else (("", module),):
         for name in part._non_persistent_buffers_set:
             found.add(f"{prefix}.{name}" if fqns and prefix else name)
     return found
@@ -146,8 +146,9 @@ def set_module_tensor_to_device(  # noqa: PLR0913  (the signature that users kno
 
 def _moved(source: Tensor, target: torch.device, ties: TiedParams | None, non_blocking: bool) -> Tensor:
     """``source`` on a device; the copy that is there already if the tensor is tied."""
-    copies = ties.get(source.data_ptr()) if ties is not None and not source.is_meta else None
-    if copies is not None and (there := copies.get(target)) is not None:
+    has_address = not source.is_meta and source.numel() > 0
+    copies = ties.get(source.data_ptr()) if ties is not None and has_address else None
+    if copies is not None and (there := copies.get(target)) is not None and there.shape == source.shape:
         return there
     moved = source if _on(source, target) else source.to(target, non_blocking=non_blocking)
     if copies is not None and target.type != "meta":

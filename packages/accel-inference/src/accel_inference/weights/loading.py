@@ -119,7 +119,7 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
     targets = _targets(model)
     check_kinds(targets, sources)
     _compare(targets, sources, ties, strict=strict, besides=besides)
-    plan = _plan(targets, sources, device_map, offload_buffers=offload_buffers)
+    plan = _plan(targets, sources, device_map, ties, offload_buffers=offload_buffers)
     del targets  # which would keep the present weights in memory beside the new ones
     if any(step.device == "disk" for step in plan):
         if offload_folder is None:
@@ -267,14 +267,25 @@ def _some(names: Sequence[str], separator: str = ", ") -> str:
 
 
 def _plan(
-    targets: Mapping[str, Tensor], sources: Mapping[str, Weight], device_map: DeviceMap | None, *, offload_buffers: bool
+    targets: Mapping[str, Tensor],
+    sources: Mapping[str, Weight],
+    device_map: DeviceMap | None,
+    ties: Sequence[Sequence[str]],
+    *,
+    offload_buffers: bool,
 ) -> list[_Step]:
+    """A step for each weight of the checkpoint, and for those that ``_tied_sources`` adds."""
     steps = []
-    for name, source in sources.items():
+    shared = {
+        id(targets[name]): name for name in targets if device_map is None or device_of(name, device_map) is not None
+    }
+    for name, source in {**sources, **_tied_sources(sources, device_map or {}, ties)}.items():
         if name not in targets:
             continue
         target = targets[name]
         device: Any = device_of(name, device_map) if device_map is not None else target.device
+        if device is None and device_map is not None:  # its module is shared, and mapped under another name
+            device = device_of(shared.get(id(target), name), device_map)
         if device is None:
             raise ValueError(f"{name} doesn't have any device set.")
         if device_map is None and target.is_meta:
@@ -283,6 +294,19 @@ def _plan(
             device = "cpu"
         steps.append(_Step(name, source, device))
     return steps
+
+
+def _tied_sources(
+    sources: Mapping[str, Weight], device_map: DeviceMap, ties: Sequence[Sequence[str]]
+) -> dict[str, Weight]:
+    """Sources of tied names that the checkpoint lacks and the map places off the disk, where those that it has are."""
+    found: dict[str, Weight] = {}
+    for group in ties:
+        present = [name for name in group if name in sources]
+        if present and all(device_of(name, device_map) == "disk" for name in present):
+            resident = (name for name in group if device_of(name, device_map) not in ("disk", None))
+            found.update(dict.fromkeys(resident, sources[present[0]]))
+    return found
 
 
 def _in_wanted_dtype(step: _Step, wanted: torch.dtype | None, in_fp32: Sequence[str]) -> Weight:

@@ -43,6 +43,11 @@ class Weights:
         """See ``Accelerator.get_state_dict``."""
         if not unwrap:
             return model.state_dict()
+        if any("_hf_hook" in part.__dict__ for part in model.modules()):
+            from accel_inference import get_state_dict_offloaded_model, has_offloaded_params
+
+            if any(map(has_offloaded_params, model.modules())):
+                return get_state_dict_offloaded_model(model)
         from accel_backends.ops.state_dicts import with_aliases
 
         self._need_all_shards()
