@@ -132,7 +132,7 @@ def seen(bench: Bench) -> Iterator[Counter[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found.update(f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message))
+    found.update(f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message))
 
 
 def look(bench: Bench, name: str, make: Callable[[Bench], Step]) -> None:

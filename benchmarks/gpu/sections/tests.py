@@ -1,11 +1,13 @@
 """Layouts on the device against one process, and tests with the marker ``gpu`` or their bodies on the CPU."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,7 +43,12 @@ def run(bench: Bench) -> None:
         return
     pages = [file for file in files("gpu") if file.startswith("docs/")]  # many and slow: last, with what time is left
     for label, chosen in (("pytest", sorted({*files("gpu")} - {*pages})), ("pages", pages)):
-        bench.attempt(label, partial(tested, bench, label, ["-m", "gpu", "--require=gpu", *chosen]))
+        bench.attempt(label, partial(tested, bench, label, [*workers(), "-m", "gpu", "--require=gpu", *chosen]))
+
+
+def workers() -> list[str]:
+    """Options of pytest-xdist where it is installed: most of a test's time is its process's start."""
+    return [] if find_spec("xdist") is None else ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]
 
 
 def program() -> Program:

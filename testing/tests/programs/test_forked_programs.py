@@ -118,6 +118,22 @@ print("the last line")
     ]
 
 
+def test_a_rank_that_a_launcher_forked_can_signal_its_main_thread(tmp_path: Path) -> None:
+    """By pthread_kill, as preemption does: the C library has to know the number of the thread after the fork."""
+    (tmp_path / "rank.py").write_text(
+        "import os, signal, threading\n"
+        "heard = threading.Event()\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: heard.set())\n"
+        "main = threading.main_thread().ident\n"
+        "thread = threading.Thread(target=lambda: signal.pthread_kill(main, signal.SIGUSR1))\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "assert heard.wait(20)\n"
+    )
+    command = ["-m", "accel", "launch", "--cpu", "--num_processes", "2", str(tmp_path / "rank.py")]
+    run_command([sys.executable, *command], timeout=60).check()
+
+
 def test_each_program_draws_its_own_numbers(tmp_path: Path) -> None:
     text = (
         "import random, numpy, torch\n"

@@ -21,7 +21,8 @@ Become = Callable[[Sequence[str], Mapping[str, str], str], NoReturn]
 """What a fork does with its command, its variables and its folder."""
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE_PARENT = 0x8000
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_PR_GET_TID_ADDRESS = 40
 _OF_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -110,10 +111,15 @@ def _fork_sibling() -> int:
         OSError: the system refuses another process.
     """
     api: Any = ctypes.pythonapi
-    call = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock, as os.fork does
-    call.restype = ctypes.c_long
+    libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, as os.fork does
+    libc.syscall.restype = ctypes.c_long
+    flags, thread = _CLONE_PARENT | signal.SIGCHLD, ctypes.c_void_p()
+    if libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(thread), 0, 0, 0) == 0:
+        # Where the C library keeps the number of the thread, by which pthread_kill finds it.
+        flags |= _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID
     api.PyOS_BeforeFork()
-    pid = int(call(*map(ctypes.c_long, (_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))))
+    place = thread.value or 0  # the fourth argument on x86-64, the fifth on AArch64; the other one is not read
+    pid = int(libc.syscall(*map(ctypes.c_long, (_CLONE[platform.machine()], flags, 0, 0, place, place))))
     if pid == 0:
         api.PyOS_AfterFork_Child()
     else:

@@ -220,9 +220,9 @@ def sweep(folder: Path, grace: float = YOUNG, *, only: str | None = None) -> lis
     without a lock file is left alone while it is younger than ``grace`` seconds.
     """
     groups: dict[tuple[str, str], dict[str, Path]] = {}
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
-        match = _HIDDEN.fullmatch(entry.name)
-        if match is not None and only in (None, match["name"]) and not entry.is_symlink():
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
+        match = _HIDDEN.fullmatch(name)
+        if match is not None and only in (None, match["name"]) and not (entry := folder / name).is_symlink():
             groups.setdefault((match["name"], match["id"]), {})[match["kind"]] = entry
     removed: list[Path] = []
     for (name, identity), entries in groups.items():

@@ -3,7 +3,8 @@
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
@@ -25,15 +26,12 @@ class LocalStorage(Storage):
         self.threads = default_threads()
 
     def listing(self, folder: Location) -> Mapping[str, int | None]:
-        try:
-            with os.scandir(_path(folder)) as entries:
-                return {entry.name: _size(entry) for entry in entries}
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a link to itself is no folder
-                raise FileNotFoundError(f"{folder} is no folder") from error
-            raise CheckpointError(f"{folder}: {error.strerror}") from error
+        with _refusals(folder), os.scandir(_path(folder)) as entries:
+            return {entry.name: _size(entry) for entry in entries}
+
+    def names(self, folder: Location) -> Collection[str]:
+        with _refusals(folder):
+            return os.listdir(_path(folder))
 
     def open(self, file: Location) -> FileSource:
         return FileSource(_path(file))
@@ -67,6 +65,19 @@ class LocalStorage(Storage):
 
     def sweep(self, folder: Location, *, grace: float | None = None) -> list[Location]:
         return [*(sweep(_path(folder)) if grace is None else sweep(_path(folder), grace))]
+
+
+@contextmanager
+def _refusals(folder: Location) -> Iterator[None]:
+    """Context in which the system's errors become those of ``Storage.listing``."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a link to itself is no folder
+            raise FileNotFoundError(f"{folder} is no folder") from error
+        raise CheckpointError(f"{folder}: {error.strerror}") from error
 
 
 def _path(place: Location) -> Path:

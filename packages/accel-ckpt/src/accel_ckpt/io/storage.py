@@ -7,7 +7,7 @@ is renamed, while in an object store the manifest is written last.
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +132,10 @@ class Storage(ABC):
             FileNotFoundError: the folder does not exist.
         """
 
+    def names(self, folder: Location) -> Collection[str]:
+        """Returns the names in a folder; FileNotFoundError as ``listing``."""
+        return self.listing(folder)
+
     @abstractmethod
     def open(self, file: Location) -> ByteSource:
         """Opens a file for reading; CheckpointCorruptError if it does not exist."""
@@ -196,7 +200,7 @@ def staged_at(target: Location, *, overwrite: bool) -> Iterator[tuple[Storage, S
 def is_folder(storage: Storage, folder: Location) -> bool:
     """Whether ``folder`` exists and is a folder."""
     try:
-        storage.listing(folder)
+        storage.names(folder)
     except FileNotFoundError:
         return False
     return True

@@ -3,16 +3,16 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import final
 
 from accel_ckpt.format.manifest import MANIFEST
 from accel_ckpt.format.tree import Json, Tree, decode
-from accel_ckpt.io.storage import Location, is_folder, locate, storage_of
+from accel_ckpt.io.storage import Location, locate, storage_of
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from accel_ckpt.rank_group import RankGroup, Ranks
-from accel_ckpt.series.retention import Retention, SavedCheckpoint, keep_all, to_remove
+from accel_ckpt.series.retention import Retention, SavedCheckpoint, keep_all, keeps_all, to_remove
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 _LOG = logging.getLogger(__name__)
@@ -44,7 +44,10 @@ class CheckpointDirectory:
 
     def entries(self) -> list[SavedCheckpoint]:
         """Returns the committed checkpoints in order of their numbers, intact or not. Not a collective."""
-        places = {number: self._place(number) for number in self._committed()}
+        return self._entries(self._committed())
+
+    def _entries(self, numbers: Sequence[int]) -> list[SavedCheckpoint]:
+        places = {number: self._place(number) for number in numbers}
         return [SavedCheckpoint(number, path, _Metadata(path)) for number, path in places.items()]
 
     def alone(self) -> "CheckpointDirectory":
@@ -148,8 +151,10 @@ class CheckpointDirectory:
         its digest. If the policy needs metadata that cannot be read for another reason than damage, nothing is removed
         this time. Not a collective.
         """
-        saved = self.entries()
-        if len(saved) < 2:
+        return self._surplus(self.entries(), thorough)
+
+    def _surplus(self, saved: Sequence[SavedCheckpoint], thorough: bool) -> list[SavedCheckpoint]:
+        if len(saved) < 2 or keeps_all(self.retention):
             return []
         whole = next((entry.number for entry in reversed(saved) if _is_full(entry.path, thorough)), None)
         try:
@@ -170,8 +175,9 @@ class CheckpointDirectory:
         return self._peers.run_on_keeper(what, lambda: self._discard(surplus[self._peers.rank] - kept))
 
     def _kept_and_surplus(self, thorough: bool) -> tuple[frozenset[int], frozenset[int]]:
-        going = frozenset(entry.number for entry in self.surplus(thorough=thorough))
-        return frozenset(self._committed()) - going, going
+        numbers = [] if keeps_all(self.retention) else self._committed()
+        going = frozenset(entry.number for entry in self._surplus(self._entries(numbers), thorough))
+        return frozenset(numbers) - going, going
 
     def _discard(self, numbers: frozenset[int]) -> list[Location]:
         going = [self._place(number) for number in sorted(numbers)]
@@ -193,7 +199,10 @@ class CheckpointDirectory:
 
         A link counts: a checkpoint may have been moved to another disk.
         """
-        names = self._storage.listing(self.path) if is_folder(self._storage, self.path) else {}
+        try:
+            names = self._storage.names(self.path)
+        except FileNotFoundError:
+            return []
         found = map(NUMBERED.fullmatch, names)
         return sorted(int(match[1]) for match in found if match is not None)
 
@@ -205,7 +214,7 @@ class CheckpointDirectory:
 
     def _has_manifest(self, place: Location) -> bool:
         try:
-            return MANIFEST in self._storage.listing(place)
+            return MANIFEST in self._storage.names(place)
         except FileNotFoundError:  # another run has removed the folder
             return False
 

@@ -38,7 +38,16 @@ Retention = Callable[[Sequence[SavedCheckpoint]], frozenset[int]]
 
 def keep_all() -> Retention:
     """Keeps all checkpoints."""
-    return lambda saved: frozenset(entry.number for entry in saved)
+    return _all
+
+
+def keeps_all(retention: Retention) -> bool:
+    """Whether ``retention`` is ``keep_all()``, for which no checkpoint has to be looked at."""
+    return retention is _all
+
+
+def _all(saved: Sequence[SavedCheckpoint]) -> frozenset[int]:
+    return frozenset(entry.number for entry in saved)
 
 
 def keep_last(count: int) -> Retention:

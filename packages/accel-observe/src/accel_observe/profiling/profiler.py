@@ -1,6 +1,7 @@
 """Profiles of a run by torch's profiler: a trace for each rank, a merged trace, and the slowest operators."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 OTHER_KERNELS = "(kernels outside of operators)"
 MERGED, SUMMARY = "profile_merged.json", "profile_summary.txt"
+_RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]\w*")
 _ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first")
 
@@ -110,7 +112,8 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
     """Operators with the longest self time: calls, microseconds on host and device, bytes, operations.
 
     torch lists the time of a kernel twice, at the operator that launched it and at the kernel itself. Here it counts at
-    the operator; kernels that no operator launched (CUDA graphs, for example) are one row, ``OTHER_KERNELS``.
+    the operator; kernels that no operator launched (CUDA graphs, for example) are one row, ``OTHER_KERNELS``. Calls of
+    the device's library and annotations have no kernels: torch finds some at them whose number happens to be the same.
     """
     operators, kernels = [], []
     for row in profiler.key_averages():
@@ -123,7 +126,7 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
             "name": row.key,
             "calls": row.count,
             "cpu_us": row.self_cpu_time_total,
-            "device_us": row.self_device_time_total,
+            "device_us": 0.0 if _launches_nothing(row) else row.self_device_time_total,
             "bytes": row.self_cpu_memory_usage + row.self_device_memory_usage,
             "flops": row.flops,
         }
@@ -133,6 +136,10 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
     if other > 0:
         found.append({"name": OTHER_KERNELS, "calls": 0, "cpu_us": 0.0, "device_us": other, "bytes": 0, "flops": 0})
     return sorted(found, key=lambda row: -(row["cpu_us"] + row["device_us"]))[:count]
+
+
+def _launches_nothing(row: Any) -> bool:
+    return getattr(row, "is_user_annotation", False) or _RUNTIME_CALL.fullmatch(row.key) is not None
 
 
 def summary_table(rows: Iterable[dict[str, Any]]) -> str:
