@@ -3,7 +3,8 @@
     python ci/gpu_page.py --update                   # after a change of the sections or goals
     python ci/gpu_page.py --keep DIR/results.json    # keeps the results of a run, and updates the page
 
-Without results every cell of the GPU says "not run".
+Without results every cell of the GPU says "not run". Results of small sizes count until there are others: they prove
+what does not depend on the size, and measure nothing.
 """
 
 import argparse
@@ -43,10 +44,10 @@ PROOFS = (
 
 
 def newest(folder: Path = RESULTS) -> dict[str, Any] | None:
-    """The results with the latest date at full size on a GPU; None if there are none."""
+    """The results of a GPU with the latest date, those at full size before those of small sizes; None without any."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    complete = [one for one in found if not one["tiny"] and one["device"] == "cuda"]
-    return max(complete, key=lambda one: one["date"]) if complete else None
+    of_gpus = [one for one in found if one["device"] == "cuda"]
+    return max(of_gpus, key=lambda one: (not one["tiny"], one["date"])) if of_gpus else None
 
 
 def tables(results: Mapping[str, Any] | None) -> str:
@@ -55,12 +56,15 @@ def tables(results: Mapping[str, Any] | None) -> str:
     if results is not None:
         machine = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
         head = f"Measured on {results['date']} with {machine}."
+        if results["tiny"]:
+            head = f"Run with small sizes on {results['date']} with {machine}. No run at full size is kept yet."
     promises = ["| promise | on CPUs | on a GPU | section |", "| --- | --- | --- | --- |"]
     promises += [f"| {text} | {cpu} | {state_of(results, section)} | `{section}` |" for text, cpu, section in PROOFS]
     goals = ["| measured on a GPU | goal | result | verdict |", "| --- | --- | --- | --- |"]
     for goal in GOALS:
-        facts = {} if results is None else results["goals"].get(goal.name, {})
-        verdict = NOT_RUN if results is None else facts.get("verdict", "not measured")
+        missing = results is None or results["tiny"]
+        facts = {} if missing else results["goals"].get(goal.name, {})
+        verdict = NOT_RUN if missing else facts.get("verdict", "not measured")
         goals.append(f"| {goal.text} | {goal.limit} | {number(facts.get('value')) or NOT_RUN} | {verdict} |")
     return "\n\n".join([head, "\n".join(promises), "\n".join(goals)])
 
@@ -69,7 +73,8 @@ def state_of(results: Mapping[str, Any] | None, section: str) -> str:
     """The status of a section in the results, as a cell."""
     assert section in SECTIONS, section
     facts = {} if results is None else results["sections"].get(section, {})
-    return str(facts.get("status", NOT_RUN)).replace("|", "/").splitlines()[0][:160]
+    status = str(facts.get("status", NOT_RUN)).replace("|", "/").splitlines()[0][:160]
+    return f"{status}, small sizes" if status == "ok" and results is not None and results["tiny"] else status
 
 
 def written(page: str, results: Mapping[str, Any] | None) -> str:
@@ -80,15 +85,15 @@ def written(page: str, results: Mapping[str, Any] | None) -> str:
 
 
 def keep(file: Path, folder: Path = RESULTS) -> Path:
-    """Copies the results of a full run on a GPU into the repository, by date and device.
+    """Copies the results of a run on a GPU into the repository, by date and device.
 
     Raises:
-        SystemExit: the results are those of the driver's test of itself.
+        SystemExit: the results are those of a CPU.
     """
     results = json.loads(file.read_text(encoding="utf-8"))
-    if results["tiny"] or results["device"] != "cuda":
-        sys.exit(f"{file} is of a run with tiny sizes or on the CPU; expected a full run on a GPU")
-    name = results["machine"].get("gpu", "gpu").lower().replace(" ", "-")
+    if results["device"] != "cuda":
+        sys.exit(f"{file} is of a run on the CPU; expected one on a GPU")
+    name = results["machine"].get("gpu", "gpu").lower().replace(" ", "-") + ("-small" if results["tiny"] else "")
     target = folder / f"{results['date']}-{name}.json"
     folder.mkdir(exist_ok=True)
     target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

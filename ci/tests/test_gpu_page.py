@@ -54,6 +54,7 @@ def test_the_newest_full_run_on_a_gpu_counts(tmp_path: Path) -> None:
             results("2026-12-03"),
             results("2026-12-04", tiny=True),
             results("2026-12-05", device="cpu"),
+            results("2026-12-02"),
         ]
     ):
         (tmp_path / f"{number}.json").write_text(json.dumps(one))
@@ -63,9 +64,20 @@ def test_the_newest_full_run_on_a_gpu_counts(tmp_path: Path) -> None:
     assert newest(tmp_path / "nowhere") is None
 
 
+def test_small_sizes_prove_what_does_not_depend_on_them_and_measure_nothing(tmp_path: Path) -> None:
+    for number, one in enumerate([results("2026-12-04", tiny=True), results("2026-12-03", tiny=True)]):
+        (tmp_path / f"{number}.json").write_text(json.dumps(one))
+    text = tables(newest(tmp_path))
+    assert text.startswith("Run with small sizes on 2026-12-04 with gpu NVIDIA H200")
+    assert "| overhead of a step | ratios in `benchmarks` | ok, small sizes | `steps` |" in text
+    assert "| step of a 1.1B Llama over the same step in raw PyTorch | <= 1.005 | not run | not run |" in text
+
+
 def test_a_full_run_is_kept_under_its_date_and_device(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(results("2026-12-01")))
     assert keep(tmp_path / "results.json", tmp_path / "kept").name == "2026-12-01-nvidia-h200.json"
     (tmp_path / "results.json").write_text(json.dumps(results("2026-12-01", tiny=True)))
-    with pytest.raises(SystemExit, match="tiny"):
+    assert keep(tmp_path / "results.json", tmp_path / "kept").name == "2026-12-01-nvidia-h200-small.json"
+    (tmp_path / "results.json").write_text(json.dumps(results("2026-12-01", device="cpu")))
+    with pytest.raises(SystemExit, match="on the CPU"):
         keep(tmp_path / "results.json", tmp_path / "kept")
