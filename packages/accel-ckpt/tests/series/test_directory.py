@@ -1,4 +1,6 @@
 import os
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from accel_ckpt.io.atomic_folder import Staging, sweep
 from accel_ckpt.io.local import LocalStorage
 from accel_ckpt.series import directory
 from accel_state.errors import CheckpointError
+from accel_testing.faults.faults import small_file_system
 
 
 def names(path: Path) -> list[str]:
@@ -26,6 +29,27 @@ def test_numbers_go_on_and_sort_as_numbers(tmp_path: Path) -> None:
     assert latest is not None
     assert latest.read("n") == 11
     assert CheckpointDirectory(series.path).next_path().name == "checkpoint_12"
+
+
+def test_a_checkpoint_that_cannot_be_removed_stays_and_saving_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    series = CheckpointDirectory(tmp_path / "series", retention=keep_last(1))
+    first = series.save({"n": 0}).path
+    assert isinstance(first, Path)
+    shutil.copytree(first, tmp_path / "copy")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(small_file_system(first))  # the system renames no mount point
+        except PermissionError as error:
+            pytest.skip(str(error))
+        shutil.copytree(tmp_path / "copy", first, dirs_exist_ok=True)
+        for number in (1, 2):
+            series.save({"n": number})
+        assert "checkpoint_0: cannot be removed: " in caplog.text
+        assert names(series.path) == ["checkpoint_0", "checkpoint_2"]
+    series.save({"n": 3})
+    assert names(series.path) == ["checkpoint_3"]
 
 
 def test_policies_compose_over_a_run(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from accel_ckpt import CheckpointDirectory, load_model_files, save
 from accel_launch.cli.app import run
+from accel_testing.faults.faults import small_file_system
 
 Command = Callable[..., tuple[int, str]]
 
@@ -142,6 +145,20 @@ def test_nothing_is_pruned_without_yes(series: Path, ckpt: Command) -> None:
         "kept": [str(series / f"checkpoint_{number}") for number in (0, 2)],
     }
     assert sorted(os.listdir(series)) == ["checkpoint_0", "checkpoint_2"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_named(series: Path, ckpt: Command, tmp_path: Path) -> None:
+    shutil.copytree(series / "checkpoint_0", tmp_path / "copy")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(small_file_system(series / "checkpoint_0"))  # the system renames no mount point
+        except PermissionError as error:
+            pytest.skip(str(error))
+        shutil.copytree(tmp_path / "copy", series / "checkpoint_0", dirs_exist_ok=True)
+        status, text = ckpt("prune", series, "--keep-last", "1", "--yes")
+        assert status == 1
+        assert "could not be removed: checkpoint_0" in text
+        assert sorted(os.listdir(series)) == ["checkpoint_0", "checkpoint_2"]
 
 
 def test_the_newest_complete_checkpoint_is_never_pruned(series: Path, ckpt: Command) -> None:

@@ -164,7 +164,9 @@ class CheckpointDirectory:
             return []
 
     def prune(self, *, thorough: bool = False) -> list[Location]:
-        """Removes the ``surplus``; of several copies of a checkpoint all or none.
+        """Removes the ``surplus``, of several copies of a checkpoint all or none; returns what this process removed.
+
+        A checkpoint that cannot be removed stays, with a warning: the run that has saved a newer one goes on.
 
         Collective: every rank of the group must call this.
         """
@@ -180,10 +182,14 @@ class CheckpointDirectory:
         return frozenset(numbers) - going, going
 
     def _discard(self, numbers: frozenset[int]) -> list[Location]:
-        going = [self._place(number) for number in sorted(numbers)]
-        for path in going:
-            self._storage.discard(path)
-        return going
+        removed = []
+        for path in map(self._place, sorted(numbers)):
+            try:
+                self._storage.discard(path)
+                removed.append(path)
+            except CheckpointError as error:
+                _LOG.warning("%s; it stays, although nothing keeps it", error)
+        return removed
 
     def sweep(self, *, grace: float | None = None) -> list[Location]:
         """Removes leftovers of killed saves in the folder; saves in progress of other runs are left alone.

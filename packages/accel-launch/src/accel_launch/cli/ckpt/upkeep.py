@@ -1,5 +1,6 @@
 """``accel ckpt prune`` and ``accel ckpt repair``."""
 
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
@@ -52,18 +53,24 @@ def prune(
     series = accel_ckpt.CheckpointDirectory(folder, retention=retention)
     entries = series.entries()
     values = {} if best is None else _measured(folder, entries, best.metric)
-    going = series.prune(thorough=True) if yes else [entry.path for entry in series.surplus(thorough=True)]
+    going = [entry.path for entry in series.surplus(thorough=True)]
+    left = []
+    if yes:
+        wanted, going = going, series.prune(thorough=True)
+        left = [path.name for path in wanted if path not in going]
+    if left:
+        print(f"could not be removed: {', '.join(left)}", file=sys.stderr)
     every = [entry.path for entry in entries]
     if as_json:
         kept = [str(path) for path in every if path not in going]
         print_json({"removed" if yes else "would_remove": [str(path) for path in going], "kept": kept})
-        return 0
+        return int(bool(left))
     fate = "removed" if yes else "would go"
     rows = [(path.name, *([values[path]] if values else []), fate if path in going else "stays") for path in every]
     print_table(["checkpoint", *([best.metric] if best is not None and values else []), ""], rows)
     if going and not yes:
         print("nothing was removed; add --yes to remove them")
-    return 0
+    return int(bool(left))
 
 
 def _measured(folder: str, entries: "Sequence[SavedCheckpoint]", metric: str) -> "dict[Location, str]":
