@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from accel import Accelerator
+from accel_ckpt.loading import checkpoint
+from accel_state.errors import CheckpointCorruptError
+from accel_testing import RankPool
 
 
 def trained(steps: int = 2) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
@@ -55,3 +59,47 @@ def test_a_backward_through_weights_that_a_load_has_replaced_is_an_error(tmp_pat
     accelerator.load_state(tmp_path / "a")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         accelerator.backward(loss)
+
+
+def loaded_while_it_is_replaced(folder: Path, strategy: str | None, times: int) -> tuple[int, bool]:
+    """How often the checkpoint was opened, and whether all parameters are those of the last save."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = accelerator.prepare(nn.Linear(8, 8))
+
+    def save(value: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        accelerator.save_state(folder)
+
+    save(0)
+    original, opened = checkpoint._opened, []
+
+    def replacing(*args: Any) -> Any:
+        found = original(*args)
+        opened.append(found)
+        if len(opened) <= times:
+            with pytest.MonkeyPatch.context() as unpatched:
+                unpatched.setattr(checkpoint, "_opened", original)  # saving opens what it has written
+                save(len(opened))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_opened", replacing)
+        accelerator.load_state(folder)
+    full = accelerator.get_state_dict(model)
+    return len(opened), all(bool((value == times).all()) for value in full.values())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(None, 1), ("fsdp", 2)])
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_anew(
+    tmp_path: Path, strategy: str | None, ranks: int, rank_pool: RankPool
+) -> None:
+    """It was damage before, with some parameters of the new save."""
+    found = rank_pool.run(loaded_while_it_is_replaced, tmp_path / "a", strategy, 2, ranks=ranks)
+    assert found == [(3, True)] * ranks
+
+
+def test_a_checkpoint_that_is_replaced_all_the_time_is_an_error(tmp_path: Path, rank_pool: RankPool) -> None:
+    with pytest.raises(CheckpointCorruptError):
+        rank_pool.run(loaded_while_it_is_replaced, tmp_path / "a", None, 99, ranks=1)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 
@@ -26,8 +26,9 @@ from accel_ckpt.loading.tree_diff import Difference, compare
 from accel_ckpt.rank_group import RankGroup, Ranks
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
+T = TypeVar("T")
 _MAX_TREE = 2**31
-# Number of times that a checkpoint that was replaced during its verification is opened again.
+# Number of times that a checkpoint that was replaced while it was read is opened again.
 _REPLACED = 3
 
 
@@ -46,6 +47,19 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
         CheckpointError: there is no checkpoint, a newer version wrote it, or ranks see different checkpoints.
         CheckpointCorruptError: files are missing, truncated or altered; names each.
     """
+    return with_checkpoint(path, lambda checkpoint: checkpoint, verify=verify, group=group)
+
+
+def with_checkpoint(
+    path: str | os.PathLike[str], use: Callable[["Checkpoint"], T], *, verify: bool = True, group: Ranks = None
+) -> T:
+    """Opens the checkpoint at ``path`` as ``open_checkpoint`` does, and returns the result of ``use``.
+
+    Files are opened when they are first read, so a save that replaces the checkpoint meanwhile looks like damage: then
+    the new one is opened and ``use`` called with it. ``use`` must raise its CheckpointCorruptError on all ranks.
+
+    Collective: every rank of the group must call this.
+    """
     peers = RankGroup(None) if group is None else RankGroup.of(group)
     left = _REPLACED
     while True:
@@ -53,7 +67,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, group:
         try:
             if verify:
                 checkpoint.verify(group=peers)
-            return checkpoint
+            return use(checkpoint)
         except BaseException as error:
             checkpoint.close()
             damaged = isinstance(error, CheckpointCorruptError)

@@ -334,8 +334,9 @@ class Checkpointer:
         """Loads the checkpoint that is asked for, or the newest intact one.
 
         Hooks must not see a damaged checkpoint, so if there are hooks, every byte is verified before they are called.
+        A checkpoint that another save replaces meanwhile is loaded anew.
         """
-        from accel_ckpt import open_checkpoint
+        from accel_ckpt.loading.checkpoint import with_checkpoint
 
         verify = request.hooked
         damaged: list[str] = []
@@ -355,7 +356,7 @@ class Checkpointer:
             return checkpoint, restoration
 
         if request.place is not None:
-            return load(open_checkpoint(request.place, verify=verify, group=self._places.ranks()))
+            return with_checkpoint(request.place, load, verify=verify, group=self._places.ranks())
         series = self._places.series()
         assert series is not None
         try:
