@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator
+from accel import Accelerator, ProjectConfiguration
 from accel_ckpt.loading import checkpoint
 from accel_state.errors import CheckpointCorruptError
 from accel_testing import RankPool
@@ -103,3 +103,30 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_anew(
 def test_a_checkpoint_that_is_replaced_all_the_time_is_an_error(tmp_path: Path, rank_pool: RankPool) -> None:
     with pytest.raises(CheckpointCorruptError):
         rank_pool.run(loaded_while_it_is_replaced, tmp_path / "a", None, 99, ranks=1)
+
+
+def test_a_run_beside_another_one_in_the_same_project_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def opened() -> Accelerator:
+        project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        accelerator.prepare(nn.Linear(2, 2))
+        return accelerator
+
+    first = opened()
+    for _ in range(2):
+        first.save_state()
+    first.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    first.save_state()  # after a load, a later number is its own
+    second = opened()
+    second.save_state()
+    assert "another run" not in caplog.text
+    first.save_state(asynchronous=True)
+    assert (
+        f"another run has saved checkpoint_3 in {tmp_path / 'checkpoints'} since this one saved checkpoint_2"
+        in caplog.text
+    )
+    caplog.clear()
+    first.save_state()
+    assert "another run" not in caplog.text

@@ -96,6 +96,8 @@ class ProjectCheckpoints:
         self._working_directory = None if project.project_dir is None else Path.cwd()
         self._nodes: PerNode | None = None
         self._swept = False
+        self._saved: int | None = None
+        """Number of this run's last automatic checkpoint; None if it has saved none since it loaded one."""
 
     @property
     def keeps_copies(self) -> bool:
@@ -155,10 +157,24 @@ class ProjectCheckpoints:
             self._swept = True
             for leftover in series.sweep():
                 _LOG.info("removed what a killed save had left: %s", leftover)
-        return series, series.next_path(at_least=self._project.iteration)
+        path = series.next_path(at_least=self._project.iteration)
+        if self._saved is not None and self._session.is_main_process:
+            newest = (_number(path) or 0) - 1
+            if newest > max(self._saved, self._project.iteration - 1):
+                _LOG.warning(
+                    "another run has saved checkpoint_%d in %s since this one saved checkpoint_%d: resuming takes the "
+                    "last of both, and total_limit counts those of both; give each run a project_dir of its own",
+                    *(newest, series.path, self._saved),
+                )
+        return series, path
 
-    def continue_after(self, path: "Location") -> None:
-        """Sets the number of the next automatic checkpoint to follow the one that was saved or loaded."""
-        prefix, _, number = path.name.rpartition("_")
-        if self._project.automatic_checkpoint_naming and prefix == "checkpoint" and number.isdigit():
-            self._project.iteration = int(number) + 1
+    def continue_after(self, path: "Location", *, saved: bool) -> None:
+        """Sets the number of the next automatic checkpoint to follow the one that was ``saved`` or, if not, loaded."""
+        number = _number(path)
+        if self._project.automatic_checkpoint_naming and number is not None:
+            self._project.iteration, self._saved = number + 1, number if saved else None
+
+
+def _number(path: "Location") -> int | None:
+    prefix, _, number = path.name.rpartition("_")
+    return int(number) if prefix == "checkpoint" and number.isdigit() else None

@@ -174,7 +174,7 @@ class Checkpointer:
                     target = accel_ckpt.save(target, state, group=group, alone=alone, **options).path
                     if series is not None:
                         series.prune()
-            self._places.continue_after(target)
+            self._places.continue_after(target, saved=True)
             tell(target)
             return target
 
@@ -294,7 +294,7 @@ class Checkpointer:
                 noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
                 for name, companion in self._side_states.items():
                     companion.load(noted.get(name))
-                self._places.continue_after(checkpoint.path)
+                self._places.continue_after(checkpoint.path, saved=False)
             self.last_load = restoration.report(self._run_facts())
             tell(checkpoint.path)
             return checkpoint.path
