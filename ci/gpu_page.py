@@ -38,6 +38,7 @@ PROOFS = (
     ("compiled models train as in eager", "tests, without CUDA graphs", "compilation"),
     ("fp8 with torchao", "emulated, and by the CPU's fp8 products", "fp8"),
     ("offload to the host; search for a micro-batch", "tests, without a real shortage", "offload"),
+    ("offloaded weights: outputs of the plain model", "tests, `benchmarks offload`", "inference"),
     ("loss scale equals torch's", "tests", "scaling"),
     ("profiler, counted communication, device facts", "tests", "profiling"),
 )

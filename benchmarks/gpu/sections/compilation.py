@@ -34,6 +34,8 @@ def run(bench: Bench) -> None:
                 bench.attempt(label, partial(same_as_eager, bench, label, options, accumulate), cuda=graphs(options))
         for name, options in some.items():
             bench.attempt(f"speed, {name}", partial(speed, bench, name, options), cuda=graphs(options))
+    label = "FSDP2, regional, accumulate 4"
+    bench.attempt(label, partial(same_as_eager, bench, label, MODES["regional"], 4, sharded=True))
 
 
 def graphs(options: dict[str, Any]) -> str | None:
@@ -80,14 +82,21 @@ def trained(bench: Bench, accumulate: int, **options: Any) -> tuple[list[torch.T
     with torch.no_grad():
         prepared.eval()
         final = float(workload.loss(prepared, batch))
-    return [parameter.detach().float().cpu() for parameter in model.parameters()], final
+    weights = accelerator.get_state_dict(prepared).values()
+    return [weight.detach().float().cpu() for weight in weights], final
 
 
-def same_as_eager(bench: Bench, label: str, options: dict[str, Any], accumulate: int) -> None:
+def same_as_eager(bench: Bench, label: str, options: dict[str, Any], accumulate: int, *, sharded: bool = False) -> None:
+    from accel import FullyShardedDataParallelPlugin
+
     torch.compiler.reset()
-    expected, reference = trained(bench, accumulate)
+
+    def strategy() -> dict[str, Any]:
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin()} if sharded else {}
+
+    expected, reference = trained(bench, accumulate, **strategy())
     try:
-        found, evaluated = trained(bench, accumulate, dynamo_plugin=plugin(bench, options))
+        found, evaluated = trained(bench, accumulate, dynamo_plugin=plugin(bench, options), **strategy())
     except ConfigError as error:
         bench.row(label, "refused by accel", str(error))
         return
