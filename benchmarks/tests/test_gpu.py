@@ -135,9 +135,11 @@ def test_the_pages_are_tested_on_a_gpu_after_everything_else(tmp_path, monkeypat
     monkeypatch.setattr(tests, "tested", lambda bench, label, chosen: asked.update({label: chosen}))
     tests.run(Bench("tests", tmp_path / "rows", None, False, time.monotonic() + 60, tmp_path))
     assert list(asked) == ["pytest", "pages"]
-    assert asked["pages"] == ["-m", "gpu", "--require=gpu", "docs/tests/test_pages.py"]
+    options = [*tests.workers(), "-m", "gpu", "--require=gpu"]
+    assert asked["pages"] == [*options, "docs/tests/test_pages.py"]
     assert "packages/accel/tests/test_one_gpu.py" in asked["pytest"]
-    assert sorted(asked["pytest"][3:] + asked["pages"][3:]) == sorted(files("gpu"))
+    chosen = [file for label in asked for file in asked[label][len(options) :]]
+    assert sorted(chosen) == sorted(files("gpu"))
 
 
 def test_files_with_a_marker_are_found():

@@ -22,6 +22,8 @@ from accel_testing.ranks.stacks import describe_exit
 
 # Variable that every descendant inherits, whatever session or group it moves to; used to find orphans.
 _MARK = "ACCEL_TESTING_RUN"
+# Seconds that the system may take to end a process after SIGKILL.
+_KILLED = 10.0
 
 
 _Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProgram"
@@ -293,9 +295,13 @@ def _end_all(processes: list[_Process], mark: str) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    for pid in find_marked(mark):
+    left = find_marked(mark)
+    for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _KILLED
+    while any(map(lives, left)) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _read(file: IO[bytes]) -> str:
