@@ -2,8 +2,6 @@
 
 import copy
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.sections.async_save import roomy
 from benchmarks.gpu.sections.machine import pinned_h2d
+from benchmarks.gpu.timing import Step, measure
 
 KINDS = ("cpu", "disk", "map")
 
@@ -48,14 +47,14 @@ def compared(bench: Bench, label: str, kind: str, rows: int) -> None:
     place, _ = roomy(bench, size)
     with torch.no_grad(), tempfile.TemporaryDirectory(dir=place) as folder:
         expected = plain(x)
-        compute = seconds(bench, partial(plain, x))
+        compute = median(bench, partial(plain, x))
         other = offloaded(bench, copy.deepcopy(plain).cpu(), kind, folder)
         del plain
         bench.clear()
         if bench.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         found = other(x)
-        taken = seconds(bench, partial(other, x))
+        taken = median(bench, partial(other, x))
         bench.row(label, "outputs are equal bit for bit", torch.equal(found, expected))
         part = 2 / 3 if kind == "map" else 1.0  # of the weights are not on the device
         link = part * size / pinned_h2d(bench, bench.pick(2**28, 2**16))
@@ -82,13 +81,6 @@ def offloaded(bench: Bench, model: nn.Module, kind: str, folder: str) -> Any:
     return dispatch_model(model, named, main_device=here, offload_dir=folder)
 
 
-def seconds(bench: Bench, forward: Callable[[], object], repeats: int = 5) -> float:
+def median(bench: Bench, forward: Step) -> float:
     """Median seconds of a forward."""
-    spent = []
-    for _ in range(repeats):
-        bench.synchronize()
-        began = time.perf_counter()
-        forward()
-        bench.synchronize()
-        spent.append(time.perf_counter() - began)
-    return sorted(spent)[repeats // 2]
+    return measure(bench, {"forward": forward}, steps=1, rounds=5).median("forward")

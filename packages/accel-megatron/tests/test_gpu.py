@@ -1,6 +1,6 @@
 """Megatron-LM on a GPU, without the stand-in for CUDA. The same tests on the CPU, under the stand-in, prove themselves.
 
-No GPU has run them yet: docs/guides/megatron.md lists what they would prove.
+None has passed on a GPU yet: docs/guides/megatron.md lists what they would prove.
 """
 
 from importlib.util import find_spec

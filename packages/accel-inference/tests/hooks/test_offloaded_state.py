@@ -101,3 +101,29 @@ def test_a_value_that_is_put_into_an_offloaded_module_is_used(way, tmp_path):
         set_module_tensor_to_device(model, "blocks.0.scale", "cpu", value=torch.tensor(3.0))
     assert torch.equal(offloaded(X), plain(X))
     assert get_state_dict_offloaded_model(offloaded)["blocks.0.scale"] == 3
+
+
+class Counting(nn.Linear):
+    """A layer with extra state, which is no tensor."""
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "map"])
+def test_extra_state_is_in_the_state_dict(kind, tmp_path):
+    model = nn.Sequential(Counting(4, 4), nn.Linear(4, 4)).eval()
+    expected, output = {name: copy.deepcopy(one) for name, one in model.state_dict().items()}, model(X)
+    offloaded = {
+        "cpu": cpu_offload,
+        "disk": lambda model: disk_offload(model, tmp_path),
+        "map": lambda model: dispatch_model(model, {"0": "disk", "1": "cpu"}, main_device="cpu", offload_dir=tmp_path),
+    }[kind](model)
+    assert torch.equal(offloaded(X), output)
+    found = get_state_dict_offloaded_model(offloaded)
+    assert list(found) == list(expected)
+    assert found["0._extra_state"] == {"calls": 3}
+    assert all(torch.equal(found[name], one) for name, one in expected.items() if isinstance(one, torch.Tensor))

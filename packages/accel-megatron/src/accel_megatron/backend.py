@@ -18,12 +18,12 @@ from accel_megatron.conversion.kinds import architecture_of
 from accel_megatron.conversion.rules import stack_name
 from accel_megatron.library import close_groups, divide_stages, open_groups, require_library, seed_tensor_parallel
 from accel_megatron.training.engine import MegatronEngine
-from accel_megatron.training.gathering import local_tensors
+from accel_megatron.training.gathering import local_tensors, place
 from accel_megatron.training.gradients import MegatronGradients
 from accel_megatron.training.layout import MegatronLayout
 from accel_megatron.training.optimizer import EngineOptimizer
 from accel_megatron.training.registry import MegatronEngines
-from accel_megatron.training.stage import build_chunks, transformer_config
+from accel_megatron.training.stage import build_chunk, transformer_config
 from accel_megatron.training.states import MegatronStates
 from accel_state.collectives.tensors import broadcast
 from accel_state.errors import BackendError, PrepareError
@@ -120,14 +120,11 @@ class MegatronBackend(ModuleBackend):
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             divide_stages(options.chunks(architecture.num_layers))
             weights = local_tensors(architecture, state)
-            chunks = build_chunks(
-                transformer_config(options, architecture, dtype, self._scaled),
-                architecture,
-                weights,
-                self.device,
-                trained,
-                options,
-            )
+            transformer = transformer_config(options, architecture, dtype, self._scaled)
+            chunks = [
+                build_chunk(number, transformer, architecture, weights, self.device, trained, options)
+                for number in range(place().chunks)
+            ]
         training = source.training
         _drop_weights(source)
         engine = MegatronEngine(

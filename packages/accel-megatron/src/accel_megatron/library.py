@@ -62,7 +62,7 @@ def open_groups(tensor: int, pipeline: int, expert: int = 1) -> None:
 
 
 def divide_stages(chunks: int | None) -> None:
-    """Tells megatron-core into how many chunks each stage is divided for an interleaved schedule; None: it is not."""
+    """Sets the number of chunks of each stage in megatron-core, for an interleaved schedule; None: no interleaving."""
     from megatron.core import parallel_state
 
     parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)

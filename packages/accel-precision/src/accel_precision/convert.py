@@ -11,6 +11,11 @@ from typing import Any, cast
 import torch
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of sums, norms and losses of values in ``dtype``: fp64 for fp64, otherwise fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def converter(dtype: torch.dtype) -> Callable[[Any], Any]:
     """Returns a function that converts the tensors of a model's outputs to ``dtype``.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_precision.convert import accumulation_dtype
 from accel_state.errors import BackendError
 from accel_state.logging import get_logger
 
@@ -58,16 +59,16 @@ def router_totals(
     ``logits``, ``top_k`` and ``mask`` are those of ``load_balancing_loss``. Sums of probabilities have gradients.
     """
     # Probabilities in the dtype of the logits, and sums in float32, are what transformers computes in one process.
-    wide, device = torch.promote_types(logits[0].dtype, torch.float32), logits[0].device
-    weights = None if mask is None else mask.reshape(-1, 1).to(device, wide)
-    choices = probabilities = torch.zeros(logits[0].shape[-1], dtype=wide, device=device)
-    count = torch.zeros(1, dtype=wide, device=device)
+    dtype, device = accumulation_dtype(logits[0].dtype), logits[0].device
+    weights = None if mask is None else mask.reshape(-1, 1).to(device, dtype)
+    choices = probabilities = torch.zeros(logits[0].shape[-1], dtype=dtype, device=device)
+    count = torch.zeros(1, dtype=dtype, device=device)
     for one in logits:
         each = one.softmax(-1)
-        weight = each.new_ones(len(each), 1, dtype=wide) if weights is None else weights
-        chosen = torch.zeros_like(each, dtype=wide).scatter(1, each.detach().topk(top_k, dim=-1).indices, 1.0)
+        weight = each.new_ones(len(each), 1, dtype=dtype) if weights is None else weights
+        chosen = torch.zeros_like(each, dtype=dtype).scatter(1, each.detach().topk(top_k, dim=-1).indices, 1.0)
         choices = choices + (chosen * weight).sum(0)
-        probabilities = probabilities + (each.to(wide) * weight).sum(0)
+        probabilities = probabilities + (each.to(dtype) * weight).sum(0)
         count = count + weight.sum()
     return choices, probabilities, count
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from accel_inference.dispatch.moves import guard_moves
 from accel_inference.hooks.align import DeviceLike
 from accel_inference.hooks.attach import attach_align_device_hook_on_blocks
-from accel_inference.module_tensors.access import TiedParams
+from accel_inference.module_tensors.access import TiedParams, saved_tensors
 from accel_inference.module_tensors.devices import check_devices
 from accel_inference.module_tensors.ties import (
     check_tied_parameters_on_same_device,
@@ -146,7 +146,7 @@ def _offloaded_weights(
     resident = {} if offload_buffers else dict(model.named_buffers(remove_duplicate=False))
     wanted = {
         name: (tensor, str(device))
-        for name, tensor in model.state_dict().items()
+        for name, tensor in saved_tensors(model).items()
         if (tensor.is_meta or name not in resident)
         and (device := device_of(name, device_map)) is not None
         and str(device) in offloaded

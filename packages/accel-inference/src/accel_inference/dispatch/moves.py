@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_inference.hooks.hook import CASTS, MOVES
+from accel_inference.hooks.hook import CASTS, MOVES, REPLACED
 from accel_inference.private import names_device
 
 _LOG = getLogger("accelerate.big_modeling")
@@ -18,31 +18,27 @@ _TARGETS = {"float": torch.float32, "double": torch.float64, "half": torch.float
 
 
 def guard_moves(model: nn.Module) -> None:
-    """Makes ``model.to`` and the like warn, or refuse if modules of the model are offloaded; saving reads the weights.
+    """Gives a model own methods in place of ``REPLACED``.
 
-    They would change the placeholders on the meta device, and not the weights.
+    Moves and casts warn, or are refused if weights are offloaded, because they would reach the placeholders on the meta
+    device only. ``save_pretrained`` reads offloaded weights.
     """
-    for name in MOVES:
+    for name in REPLACED:
         if hasattr(type(model), name):
-            method = getattr(model, name)
-            guarded: Callable[..., Any] = functools.partial(_move, model, name)
-            model.__dict__[name] = functools.update_wrapper(guarded, method)
-    if hasattr(type(model), "save_pretrained"):
-        named: Any = model
-        saving = functools.partial(_save_pretrained, model)
-        model.__dict__["save_pretrained"] = functools.update_wrapper(saving, named.save_pretrained)
+            own: Callable[..., Any] = functools.partial(_move if name in MOVES else _save, model, name)
+            model.__dict__[name] = functools.update_wrapper(own, getattr(model, name))
 
 
-def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Saves a model of transformers, which reads offloaded weights, a file at a time, if ``hf_device_map`` has them."""
-    cls: Any = type(model)
-    if hasattr(model, "hf_device_map"):
-        return cls.save_pretrained(model, *args, **kwargs)
-    model.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
+def _save(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Saves a model of transformers, which looks for offloaded weights if the model has a ``hf_device_map``."""
+    unmapped = not hasattr(model, "hf_device_map")
+    if unmapped:
+        model.__dict__["hf_device_map"] = {"": "cpu"}
     try:
-        return cls.save_pretrained(model, *args, **kwargs)
+        return getattr(type(model), name)(model, *args, **kwargs)
     finally:
-        del model.hf_device_map
+        if unmapped:
+            del model.__dict__["hf_device_map"]
 
 
 def _move(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from accel_inference.hooks.align import AlignDevicesHook, DeviceLike
 from accel_inference.hooks.attach import attach_align_device_hook
 from accel_inference.hooks.hook import add_hook_to_module
 from accel_inference.hooks.turns import CpuOffload, UserCpuOffloadHook
-from accel_inference.module_tensors.access import persistent_buffers
+from accel_inference.module_tensors.access import persistent_buffers, saved_tensors
 from accel_inference.module_tensors.devices import check_devices
 from accel_inference.module_tensors.ties import find_tied_parameters, retie_parameters
 from accel_inference.prefetch.weights_map import OffloadedWeightsLoader
@@ -36,7 +36,7 @@ def cpu_offload(
         CheckpointMismatchError: a weight is neither in the state dict nor in memory, or has another shape.
     """
     if state_dict is None:
-        held = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+        held = {name: tensor for name, tensor in saved_tensors(model).items() if not tensor.is_meta}
         state_dict = {name: tensor.detach().cpu() for name, tensor in held.items()}
     weights = OffloadedWeightsLoader(state_dict=state_dict, resident_bytes=resident_bytes)
     return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)
@@ -62,7 +62,7 @@ def disk_offload(
         CheckpointError: a file cannot be written.
     """
     resident = {} if offload_buffers else dict(model.named_buffers(remove_duplicate=False))
-    held = {name: one for name, one in model.state_dict().items() if not one.is_meta and name not in resident}
+    held = {name: one for name, one in saved_tensors(model).items() if not one.is_meta and name not in resident}
     index = {**read_offload_index(offload_dir), **offload_state_dict(offload_dir, held)}
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, resident_bytes=resident_bytes)
     return _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes)

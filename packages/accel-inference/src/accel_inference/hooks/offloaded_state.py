@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from accel_inference.hooks.align import AlignDevicesHook, DeviceLike, hooks_of
+from accel_inference.hooks.align import DeviceLike, hooks_of
 from accel_inference.module_tensors.access import owner_of, set_module_tensor_to_device
 
 
@@ -53,43 +53,49 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a model in host memory, its offloaded weights included; tied names share their tensor.
 
     Raises:
-        MemoryError: the weights of a module do not fit into host memory.
+        MemoryError: a weight does not fit into host memory.
+        RuntimeError: tensors are on the meta device and not offloaded.
     """
-    found: dict[str, Tensor] = {}
+    sources = _offloaded(model)
     read: dict[int, Tensor] = {}
-    kept = set(model.state_dict())
-    for name, module in model.named_modules(remove_duplicate=False):
-        offloading = [hook for hook in hooks_of(module) if hook.offload and hook.weights_map is not None]
-        for hook in offloading:
-            found.update(_offloaded(hook, module, name, kept, read))
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for leaf, tensor in own:
-            full = f"{name}.{leaf}" if name else leaf
-            if full in kept and full not in found and not tensor.is_meta:
-                found[full] = tensor.detach().cpu()
-    if missing := [name for name in kept if name not in found and model.state_dict()[name].is_meta]:
+    found: dict[str, Tensor] = {}
+    missing = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):  # what a module returns as its extra state
+            found[name] = tensor
+        elif tensor.is_meta and id(tensor) not in sources:
+            missing.append(name)
+        else:
+            if id(tensor) not in read:
+                read[id(tensor)] = _in_host_memory(name, tensor, sources)
+            found[name] = read[id(tensor)]
+    if missing:
         raise RuntimeError(f"these tensors are on the meta device and not offloaded: {', '.join(sorted(missing)[:8])}")
     return found
 
 
-def _offloaded(
-    hook: AlignDevicesHook, module: nn.Module, module_name: str, kept: set[str], read: dict[int, Tensor]
-) -> dict[str, Tensor]:
-    """The offloaded weights of a module among the names ``kept``; ``read`` has those of placeholders read before."""
-    weights: Mapping[str, Tensor] = {} if hook.weights_map is None else hook.weights_map
+def _offloaded(model: nn.Module) -> dict[int, tuple[Mapping[str, Tensor], str]]:
+    """Of each placeholder on the meta device, by ``id``: the weights map that has its value, and the name there."""
     found = {}
-    for leaf in hook.original_devices:
-        full = f"{module_name}.{leaf}" if module_name else leaf
-        owner, own = owner_of(module, leaf)
-        placeholder = owner._parameters[own] if own in owner._parameters else owner._buffers[own]
-        if full in kept and leaf in weights and placeholder is not None and placeholder.is_meta:
-            try:
-                if id(placeholder) not in read:
-                    read[id(placeholder)] = weights[leaf].cpu()
-                found[full] = read[id(placeholder)]
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                raise MemoryError(f"{full} does not fit into host memory: {error}") from error
+    for module in model.modules():
+        for hook in hooks_of(module):
+            weights: Mapping[str, Tensor] = {} if hook.weights_map is None or not hook.offload else hook.weights_map
+            for leaf in hook.original_devices:
+                owner, own = owner_of(module, leaf)
+                placeholder = owner._parameters[own] if own in owner._parameters else owner._buffers[own]
+                if placeholder is not None and placeholder.is_meta and leaf in weights:
+                    found[id(placeholder)] = weights, leaf
     return found
+
+
+def _in_host_memory(name: str, tensor: Tensor, sources: Mapping[int, tuple[Mapping[str, Tensor], str]]) -> Tensor:
+    try:
+        if tensor.is_meta:
+            weights, leaf = sources[id(tensor)]
+            return weights[leaf].cpu()
+        return tensor.detach().cpu()
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise MemoryError(f"{name} does not fit into host memory: {error}") from error
 
 
 def get_state_dict_from_offload(

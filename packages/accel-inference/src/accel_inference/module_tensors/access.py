@@ -27,6 +27,11 @@ def named_module_tensors(
             yield name, buffer
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of the model's state dict; extra state of a module may be anything else."""
+    return {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+
+
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Names of buffers that are not in the state dict; with ``fqns``, full names."""
     found = set()

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.families.family import IGNORED, Family, Term, TokenBatch, layers_of
-from accel_megatron.families.losses import wide
 from accel_megatron.families.norm import MarkedNorm
 from accel_megatron.private import norm_of_bert_heads
+from accel_precision.convert import accumulation_dtype
 from accel_state.errors import BackendError
 
 
@@ -87,7 +87,11 @@ class BertFamily(Family):
         words, *rest = part.terms
         found = [(losses * (words.targets != IGNORED)).sum()]
         for term in rest:
-            found.append(functional.cross_entropy(pairs.to(wide(pairs.dtype)), term.targets.view(-1), reduction="sum"))
+            found.append(
+                functional.cross_entropy(
+                    pairs.to(accumulation_dtype(pairs.dtype)), term.targets.view(-1), reduction="sum"
+                )
+            )
         return found
 
     def shards(self, output: Any) -> tuple[torch.Tensor, ...]:

@@ -1,12 +1,7 @@
-"""Dtype of losses, and the cross-entropy of logits whose vocabulary is split over tensor-parallel ranks."""
+"""Cross-entropy of logits whose vocabulary is sharded over tensor-parallel ranks."""
 
 import torch
 import torch.distributed as dist
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of losses, norms and full gradients where weights have ``dtype``: fp64 of fp64, or fp32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def vocab_parallel_losses(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.families.family import IGNORED, TokenBatch
-from accel_megatron.families.losses import wide
 from accel_megatron.families.replicas import avg_losses_across_data_parallel_group
 from accel_megatron.families.table import family_of
+from accel_precision.convert import accumulation_dtype
 from accel_state.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class BertTrainStep(FamilyTrainStep):
             loss, reported = _mean_loss(loss_mask, losses)
             if sentence_order is None:
                 return loss, reported
-            of_pairs = functional.cross_entropy(pairs.to(wide(pairs.dtype)), sentence_order.view(-1))
+            of_pairs = functional.cross_entropy(pairs.to(accumulation_dtype(pairs.dtype)), sentence_order.view(-1))
             return loss + of_pairs, {**reported, "sop loss": avg_losses_across_data_parallel_group([of_pairs])[0]}
 
         return loss_func
@@ -235,7 +235,7 @@ def _labels(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = (losses.to(wide(losses.dtype)) * loss_mask).sum() / loss_mask.sum()
+    loss = (losses.to(accumulation_dtype(losses.dtype)) * loss_mask).sum() / loss_mask.sum()
     return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
 
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.families.family import TokenBatch
-from accel_megatron.families.losses import wide
 from accel_megatron.families.steps import TrainStepArguments, train_step_of
 from accel_megatron.families.table import family_of
 from accel_megatron.library import seed_tensor_parallel
 from accel_megatron.training.own_batch import LOSS, OwnBatch, joined, reporting
 from accel_megatron.training.stage import named_weights
 from accel_megatron.training.window import Scheduled, WindowGradients
+from accel_precision.convert import accumulation_dtype
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError
 
@@ -303,7 +303,7 @@ class MegatronEngine(nn.Module):
         total = (
             torch.stack(found).sum(0)
             if found
-            else torch.empty(shape, dtype=wide(self.core.params_dtype), device=self.device)
+            else torch.empty(shape, dtype=accumulation_dtype(self.core.params_dtype), device=self.device)
         )
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1:

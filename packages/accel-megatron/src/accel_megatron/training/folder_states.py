@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE, fitted_groups
-from accel_megatron.families.losses import wide
 from accel_megatron.training.gathering import chunk_name
 from accel_megatron.training.optimizer import EngineOptimizer
 from accel_megatron.training.stage import bare
+from accel_precision.convert import accumulation_dtype
 from accel_state.errors import CheckpointError
 
 MASTERS = ("fp32_param", "param")
@@ -69,7 +69,7 @@ class FolderStates:
         """
         return {
             name: {
-                state: _tensor(one, torch.empty_like(one.data, dtype=wide(one.data.dtype)), prefix)
+                state: _tensor(one, torch.empty_like(one.data, dtype=accumulation_dtype(one.data.dtype)), prefix)
                 for state, prefix in self.prefixes.get(one.key, {}).items()
                 if state in MASTERS or name in trained
             }

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_backends.ops.fqn import innermost
-from accel_megatron.families.losses import wide
 from accel_megatron.private import without_writer_process
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.folder_states import (
@@ -22,6 +21,7 @@ from accel_megatron.training.folder_states import (
     load_states,
 )
 from accel_megatron.training.stage import named_weights
+from accel_precision.convert import accumulation_dtype
 from accel_state.collectives.tensors import agree
 from accel_state.errors import BackendError, CheckpointError
 
@@ -174,7 +174,7 @@ def _wanted(engine: MegatronEngine) -> dict[str, Any]:
         if hasattr(one, "allow_shape_mismatch"):
             one.allow_shape_mismatch = False
         if isinstance(getattr(one, "data", None), torch.Tensor) and one.data.is_floating_point():
-            one.data = one.data.to(wide(one.data.dtype))
+            one.data = one.data.to(accumulation_dtype(one.data.dtype))
             if hasattr(one, "dtype"):
                 one.dtype = one.data.dtype
     return wanted

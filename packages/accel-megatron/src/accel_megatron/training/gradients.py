@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from accel_backends import ReplicatedGradients
 from accel_backends.ops.fqn import named_parameters
-from accel_megatron.families.losses import wide
 from accel_megatron.training.gathering import (
     full_tensors,
     local_tensors,
@@ -20,6 +19,7 @@ from accel_megatron.training.gathering import (
     place,
 )
 from accel_megatron.training.stage import named_weights
+from accel_precision.convert import accumulation_dtype
 from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class MegatronGradients(ReplicatedGradients):
             for parameter in named_weights(self._engines.find(model).chunks).values()
         ]
         norm = norm_over_ranks(held, parallel_state.get_model_parallel_group(), first.device)
-        norm = norm.to(wide(first.core.params_dtype))
+        norm = norm.to(accumulation_dtype(first.core.params_dtype))
         return norm if self.loss_scale is None else norm / self.loss_scale.current
 
     def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class MegatronGradients(ReplicatedGradients):
         shapes = {name: p.shape for name, p in named_parameters(engine.source).items()}
         # After a change of degrees, the ranks that compute one replica now may have the gradients of several.
         mean = mean_over_model_ranks(
-            gradients, engine.architecture, shapes, engine.device, wide(engine.core.params_dtype)
+            gradients, engine.architecture, shapes, engine.device, accumulation_dtype(engine.core.params_dtype)
         )
         if not mean:
             return

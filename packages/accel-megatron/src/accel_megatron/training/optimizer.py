@@ -8,11 +8,11 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from accel_backends.ops.loss_scaling import check_scaled
 from accel_megatron.conversion.rules import stack_name
-from accel_megatron.families.losses import wide
 from accel_megatron.private import publish_main_weights, shard_span
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import local_rules, norm_over_ranks
 from accel_megatron.training.stage import named_weights
+from accel_precision.convert import accumulation_dtype
 from accel_precision.scaler import LossScaler
 from accel_state.errors import BackendError, PrepareError
 
@@ -144,7 +144,7 @@ class EngineOptimizer:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor.to(parameter.grad.dtype))
-        self.norm = norm.to(wide(self.engine.core.params_dtype))
+        self.norm = norm.to(accumulation_dtype(self.engine.core.params_dtype))
         return self.norm
 
     def unscale(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from accel_megatron.families.losses import wide
+from accel_precision.convert import accumulation_dtype
 from accel_state.errors import BackendError
 
 LOSS = ""
@@ -94,7 +94,9 @@ def joined(found: Sequence[Mapping[str, Any]], device: torch.device) -> dict[str
     total: dict[str, torch.Tensor] = {}
     for name in found[0] if found else ():
         values = [torch.as_tensor(one[name], device=device).detach() for one in found]
-        total[name] = torch.cat(values) if values[0].dim() else torch.stack(values).to(wide(values[0].dtype)).mean()
+        total[name] = (
+            torch.cat(values) if values[0].dim() else torch.stack(values).to(accumulation_dtype(values[0].dtype)).mean()
+        )
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return total

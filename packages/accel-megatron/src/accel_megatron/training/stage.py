@@ -85,16 +85,18 @@ def transformer_config(
     )
 
 
-def build_chunks(
+def build_chunk(
+    number: int,
     config: Any,
     architecture: Architecture,
-    weights: Mapping[str, torch.Tensor],
+    all_weights: Mapping[str, torch.Tensor],
     device: torch.device,
     trained: Mapping[str, bool],
     options: "MegatronConfig",
-) -> list[Any]:
-    """Returns the chunks of this rank's stage with the given weights, in Megatron-LM's data-parallel wrappers.
+) -> Any:
+    """Returns one chunk of this rank's stage with its weights, in Megatron-LM's data-parallel wrappers.
 
+    ``number``: of the chunk; 0 without an interleaved schedule. ``all_weights``: of all chunks of this rank.
     ``trained``: whether each parameter of the Transformers model is trained.
 
     Collective: every rank of the group must call this.
@@ -103,23 +105,6 @@ def build_chunks(
         PrepareError: of the parameters that megatron-core keeps in one tensor, only some are trained; or the user's own
             function builds a model with other parameters.
     """
-    return [
-        _build(config, architecture, weights, device, trained, options, number=number)
-        for number in range(place().chunks)
-    ]
-
-
-def _build(
-    config: Any,
-    architecture: Architecture,
-    all_weights: Mapping[str, torch.Tensor],
-    device: torch.device,
-    trained: Mapping[str, bool],
-    options: "MegatronConfig",
-    *,
-    number: int,
-) -> Any:
-    """Returns one chunk."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 

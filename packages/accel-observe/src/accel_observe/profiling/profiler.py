@@ -113,7 +113,7 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
 
     torch lists the time of a kernel twice, at the operator that launched it and at the kernel itself. Here it counts at
     the operator; kernels that no operator launched (CUDA graphs, for example) are one row, ``OTHER_KERNELS``. Calls of
-    the device's library and annotations have no kernels: torch finds some at them whose number happens to be the same.
+    the device's runtime and annotations are no operators, so kernels that torch lists at them count at neither.
     """
     operators, kernels = [], []
     for row in profiler.key_averages():

@@ -9,11 +9,6 @@ import torch
 Blocks = tuple[torch.Tensor, torch.Tensor]
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of scores and accumulators: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def block_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, causal: bool) -> Blocks:
     """Output (batch, heads, queries, features) and log-sum-exp (batch, heads, queries) of softmax attention.
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_backends.parallel.attention.blocks import accumulation_dtype, block_backward, block_forward, merge
+from accel_backends.parallel.attention.blocks import block_backward, block_forward, merge
 from accel_backends.parallel.attention.positions import SequenceSharding
+from accel_precision.convert import accumulation_dtype
 
 
 def ring_attention(
