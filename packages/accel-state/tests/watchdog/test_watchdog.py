@@ -31,6 +31,7 @@ from accel_state.watchdog.diagnosis import (
     PATIENCE,
     REMARKABLE,
     STALLED,
+    Life,
     RankState,
     describe,
     diagnose,
@@ -222,6 +223,12 @@ def test_a_place_tells_who_has_gone_past() -> None:
     assert not place(state(1, replace(GATHER, sequence=4, progress=(4, 0), ended=2.0)), (3, 2)).passed
     assert place(state(1, life="left"), (3, 2)).passed
     assert place(state(1, life="dead"), (3, 2)).passed
+
+
+@pytest.mark.parametrize("life", ["stopped", "silent"])
+def test_nobody_waits_long_for_a_rank_that_is_stopped_or_silent(life: Life) -> None:
+    assert not place(state(1, life=life, lasting=PATIENCE - 1), (3, 2)).passed
+    assert place(state(1, life=life, lasting=PATIENCE), (3, 2)).passed
 
 
 def test_an_error_that_is_its_own_cause_comes_of_no_connection() -> None:

@@ -2,9 +2,9 @@
 
 Many scripts have ``if accelerator.is_main_process: accelerator.save_state(...)``, where a collective would hang. So
 each rank writes a key to the store when it enters ``save_state``, and the main rank decides: all are present, or it
-saves without the absent ranks. It waits for a rank until the watchdog reports that the rank has ended or has gone past
-``save_state``; a timeout decides only if the watchdog has no information. Once ranks were absent, the main rank does
-not wait for them again, unless one of them enters ``save_state`` after all.
+saves without the absent ranks. It waits for a rank until the watchdog reports that the rank has ended, is stopped, or
+has gone past ``save_state``; a timeout decides only if the watchdog has no information. Once ranks were absent, the
+main rank does not wait for them again, unless one of them enters ``save_state`` after all.
 
 Writing the key is not a collective: a rank that went past ``save_state`` may be in its next collective already, and
 all ranks must number collectives alike.

@@ -42,6 +42,11 @@ class RankState:
     def last(self) -> RecordedOperation | None:
         return None if self.snapshot is None else self.snapshot.last
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended, or has been stopped or silent for so long that nobody waits for it."""
+        return self.life in ("dead", "left") or (self.life in ("stopped", "silent") and self.lasting >= PATIENCE)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,8 @@ class SourcePlace:
     """Progress of a rank relative to a rank that waits for it before a collective.
 
     Attributes:
-        passed: the rank cannot reach the collective: it has ended, or is inside a later collective.
+        passed: the rank does not reach the collective: it has ended, is stopped or silent, or is inside a later
+            collective.
         ahead: the rank has begun a counted operation, like backward, that the waiting rank has not begun.
         idle: seconds without a change of operation and without CPU use.
     """
@@ -78,8 +84,7 @@ def diagnose(states: Sequence[RankState], *, lost: bool = False) -> Diagnosis | 
     waiting = [state for state in states if state.life == "alive" and state.waiting >= STALLED]
     if not waiting and not lost:
         return None
-    gone = [state for state in states if state.life in ("dead", "left")]
-    gone += [state for state in states if state.life in ("stopped", "silent") and state.lasting >= PATIENCE]
+    gone = [state for state in states if state.is_gone]
     if lost or min(state.waiting for state in waiting) >= PATIENCE:
         gone += [state for state in states if state.life == "alive" and state.reason and state.current is None]
     # Ranks that failed only because another rank had failed are no culprits.
@@ -172,7 +177,7 @@ def question(states: Sequence[RankState]) -> list[str]:
 def place(state: RankState, progress: tuple[int, int]) -> SourcePlace:
     """Returns the progress of the rank of ``state`` relative to a rank with ``progress``."""
     inside_later = state.current is not None and state.current.sequence > progress[0]
-    passed = inside_later or state.life in ("dead", "left")
+    passed = inside_later or state.is_gone
     ahead = state.last is not None and state.last.progress > progress
     return SourcePlace(describe(state), passed, ahead, state.idle)
 
