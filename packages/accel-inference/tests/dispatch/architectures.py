@@ -58,7 +58,7 @@ ARCHITECTURES = {
     ),
     "unet": (unet.UNet, unet.UNetConfig(), unet.inputs),
 }  # fmt: skip
-GENERATING = ("llama", "llama-tied", "gpt2", "mixtral", "t5", "bart")
+GENERATING = ("llama", "llama-tied", "gpt2", "qwen2", "mistral", "mixtral", "opt", "t5", "bart")
 
 
 def make(name):

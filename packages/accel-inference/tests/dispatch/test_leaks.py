@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.dispatch.offload import cpu_offload, disk_offload
 from accel_inference.hooks.hook import remove_hook_from_submodules
 
@@ -39,6 +40,12 @@ def to_disk(folder):
     return disk_offload(build(), folder, resident_bytes=3 * SIZE)
 
 
+def by_map(folder):
+    places = ("cpu", "disk")
+    device_map = {str(index): places[index % 2] for index in range(BLOCKS)}
+    return dispatch_model(build(), device_map, "cpu", offload_dir=folder, force_hooks=True, resident_bytes=2 * SIZE)
+
+
 def counted(run, times):
     """Memory, objects and descriptors of the process after so many runs."""
     for _ in range(times):
@@ -47,7 +54,7 @@ def counted(run, times):
     return resident(), len(gc.get_objects()), descriptors()
 
 
-@pytest.mark.parametrize("offloaded", [to_cpu, to_disk])
+@pytest.mark.parametrize("offloaded", [to_cpu, to_disk, by_map])
 @torch.no_grad()
 def test_a_hundred_forwards_leave_no_memory_objects_or_descriptors(offloaded, tmp_path):
     model, x = offloaded(tmp_path), torch.ones(1, WIDTH)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from accel_inference.prefetch.prefetcher import Prefetcher
+from accel_inference.weights.offload_folder import indexed_weight, offload_state_dict
 from accel_inference.weights.safetensors_header import read_header
 from accel_inference.weights.sources import HostWeight
 from accel_state.errors import CheckpointCorruptError
@@ -18,15 +19,26 @@ ELEMENTS = 64 * 1024
 BLOCK = ELEMENTS * 4
 
 
-@pytest.fixture
-def stored(tmp_path):
+@pytest.fixture(params=["checkpoint", "offload folder"])
+def stored(request, tmp_path):
+    """A file of all weights, or an offload folder, whose files are mapped."""
     tensors = {f"w{index}": torch.full((ELEMENTS,), float(index)) for index in range(8)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
+    if request.param == "checkpoint":
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path / "model.safetensors"
+    offload_state_dict(tmp_path / "weights", tensors)
+    return tmp_path / "weights"
+
+
+def weights_of(stored):
+    if stored.is_file():
+        return read_header(stored)[0]
+    entry = {"dtype": "float32", "shape": [ELEMENTS]}
+    return {f"w{index}": indexed_weight(f"w{index}", entry, stored, {}) for index in range(8)}
 
 
 def of_file(stored, *, budget=None, ties=()):
-    weights, _ = read_header(stored)
+    weights = weights_of(stored)
     prefetcher = Prefetcher(CPU, budget=budget)
     blocks = [prefetcher.add({"weight": weights[name]}) for name in sorted(weights)]
     blocks += [prefetcher.add({"tied": weights[name]}) for name in ties]
@@ -126,25 +138,46 @@ def test_a_second_thread_is_refused_while_the_first_computes(stored):
     assert forward(prefetcher, blocks[:2]) == [(0.0, 0.0), (1.0, 1.0)]
 
 
+def do_harm(harm, stored):
+    """Changes the file of the weights of block 2, whose name is returned."""
+    file = stored if stored.is_file() else stored / "w2.dat"
+    if harm == "replaced":
+        new = file.with_name("new")
+        new.write_bytes(bytes(file.stat().st_size))
+        new.replace(file)
+    elif harm == "cut":
+        os.truncate(file, BLOCK // 2)
+    elif harm == "written":
+        with file.open("r+b") as opened:
+            opened.write(b"x")
+        os.utime(file, ns=(1, 1))
+    else:
+        file.unlink()
+    return file.name
+
+
 @pytest.mark.parametrize("harm", ["replaced", "cut", "written", "removed"])
 def test_a_file_that_changed_is_refused_and_never_half_read(stored, harm):
     prefetcher, blocks = of_file(stored, budget=1)
     forward(prefetcher, blocks)
-    if harm == "replaced":
-        save_file({f"w{index}": torch.zeros(ELEMENTS) for index in range(8)}, f"{stored}.new")
-        os.replace(f"{stored}.new", stored)
-    elif harm == "cut":
-        os.truncate(stored, BLOCK)
-    elif harm == "written":
-        with stored.open("r+b") as file:
-            file.write(b"x")
-        os.utime(stored, ns=(1, 1))
-    else:
-        stored.unlink()
+    name = do_harm(harm, stored)
     expected = FileNotFoundError if harm == "removed" else CheckpointCorruptError
-    with pytest.raises(expected, match=r"model\.safetensors"):
+    with pytest.raises(expected, match=name):
         forward(prefetcher, blocks)
     assert prefetcher._held == 0
+
+
+@pytest.mark.parametrize("harm", ["replaced", "cut", "written", "removed"])
+def test_resident_weights_keep_their_values_or_are_refused_if_their_file_changes(stored, harm):
+    prefetcher, blocks = of_file(stored)
+    expected = forward(prefetcher, blocks)
+    name = do_harm(harm, stored)
+    if stored.is_dir() and harm in ("cut", "written"):
+        with pytest.raises(CheckpointCorruptError, match=name):
+            forward(prefetcher, blocks)
+        assert prefetcher._held == 0
+    else:
+        assert forward(prefetcher, blocks) == expected
 
 
 def test_the_reader_thread_ends_with_its_model(stored):

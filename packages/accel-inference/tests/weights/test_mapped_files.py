@@ -12,7 +12,8 @@ from torch import nn
 from accel_inference.dispatch.load import load_checkpoint_and_dispatch
 from accel_inference.module_tensors.meta_init import init_empty_weights
 from accel_inference.weights.loading import load_checkpoint_in_model
-from accel_inference.weights.mapped_files import MappedFiles
+from accel_inference.weights.mapped_files import SMALL, MappedFiles, mapped_offloaded, may_be_mapped
+from accel_inference.weights.offload_folder import indexed_weight, offload_weight
 from accel_inference.weights.safetensors_header import read_header
 from accel_inference.weights.sources import HostWeight
 from accel_state.errors import CheckpointCorruptError
@@ -127,3 +128,57 @@ def _misaligned(path):
     length = int.from_bytes(content[:8], "little")
     path.write_bytes((length + 1).to_bytes(8, "little") + content[8 : 8 + length] + b" " + content[8 + length :])
     return path
+
+
+def offloaded(folder, weight, name="weight"):
+    return indexed_weight(name, offload_weight(weight, name, folder)[name], folder, {})
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+@needs_proc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_offloaded_weight_of_any_dtype_is_pages_of_its_file(tmp_path, dtype):
+    weight = torch.randint(0, 2, (SMALL // 8, 8)).to(dtype)
+    source = offloaded(tmp_path, weight)
+    assert may_be_mapped(source)
+    with torch.device("meta"):
+        found = mapped_offloaded(source)
+    (pages,) = mapped_bytes(tmp_path / "weight.dat")
+    assert found.data_ptr() == pages.start
+    assert (found.dtype, found.shape) == (dtype, weight.shape)
+    assert torch.equal(found.view(torch.uint8), weight.view(torch.uint8))
+    del found
+    assert not mapped_bytes(tmp_path / "weight.dat")
+
+
+def test_what_is_written_to_an_offloaded_weight_stays_in_the_process(tmp_path):
+    source = offloaded(tmp_path, torch.ones(SMALL))
+    mapped_offloaded(source).zero_()
+    assert mapped_offloaded(source).unique().tolist() == [1.0]
+
+
+@needs_proc
+def test_mapped_weights_take_no_descriptors(tmp_path):
+    sources = [offloaded(tmp_path, torch.ones(SMALL), f"weight{index}") for index in range(20)]
+    before = len(os.listdir("/proc/self/fd"))
+    mapped = [mapped_offloaded(source) for source in sources]
+    assert len(os.listdir("/proc/self/fd")) == before
+    del mapped
+
+
+@pytest.mark.parametrize(
+    "change", [os.unlink, lambda path: os.truncate(path, SMALL), lambda path: os.utime(path, (1, 1))]
+)
+def test_an_offloaded_weight_whose_file_changed_is_refused(tmp_path, change):
+    source = offloaded(tmp_path, torch.ones(SMALL))
+    change(tmp_path / "weight.dat")
+    with pytest.raises((CheckpointCorruptError, FileNotFoundError), match=r"weight\.dat"):
+        mapped_offloaded(source)
+
+
+def test_small_and_converted_weights_of_an_offload_folder_and_other_files_are_read(saved, tmp_path):
+    assert not may_be_mapped(offloaded(tmp_path, torch.ones(8)))
+    assert not may_be_mapped(offloaded(tmp_path, torch.ones(SMALL), "large").in_dtype(torch.bfloat16))
+    assert not may_be_mapped(read_header(saved[1])[0]["0.weight"])

@@ -95,7 +95,8 @@ def _check_devices(model: nn.Module, meta_allowed: bool) -> None:
     if first is not None and first[1].is_meta and not meta_allowed:
         raise PrepareError(
             f"parameters of {type(model).__name__} are on the meta device, without values; give them values with "
-            "model.to_empty(device=...) and an initialisation or a loaded state, or use a backend that shards (fsdp)"
+            "load_checkpoint_in_model, or model.to_empty(device=...) and an initialisation or a loaded state, or use a "
+            "backend that shards (fsdp)"
         )
 
 

@@ -50,6 +50,10 @@ class BufferPool:
         """Size of the buffer for so many bytes."""
         return max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
 
+    def has(self, nbytes: int) -> bool:
+        """Whether there is an unused buffer of the size for ``nbytes``."""
+        return bool(self._unused.get(self.rounded(nbytes)))
+
     def take(self, nbytes: int) -> Buffer | None:
         """An unused buffer of the size for ``nbytes``, if there is one."""
         found = self._unused.get(self.rounded(nbytes))

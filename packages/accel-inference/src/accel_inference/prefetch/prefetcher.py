@@ -82,7 +82,7 @@ class Prefetcher:
         self._ahead = 0
         """Bytes of the segments that were queued and not used since."""
         self._memory = 0
-        """Bytes of the segments' buffers."""
+        """Bytes of the segments that are not absent."""
         self._held = 0
         self._holder: int | None = None
         self._counts = PrefetchCounts()
@@ -139,6 +139,8 @@ class Prefetcher:
             self._prefetch()
         try:
             self._complete(block, own)
+            for segment in block.segments:
+                segment.check()
         except BaseException:
             self.release(number)
             raise
@@ -272,8 +274,7 @@ class Prefetcher:
 
     def _reserve(self, segment: Segment, *, at_distance: int, force: bool = False) -> bool:
         """Gives the segment a buffer if the budget has room, or gets room from segments with a later next use."""
-        size = segment.nbytes
-        while (buffer := self._pool.take(size)) is None and self._resident() + size > self.budget:
+        while not self._has_room(segment):
             if victim := self._victim(at_distance):
                 self._drop(victim)
             elif self._pool.nbytes:
@@ -282,12 +283,18 @@ class Prefetcher:
                 break
             else:
                 return False
-        segment.buffer = buffer or Buffer(size)
-        self._memory += segment.buffer.nbytes
+        if segment.buffer_bytes:
+            segment.buffer = self._pool.take(segment.buffer_bytes) or Buffer(segment.buffer_bytes)
+        self._memory += segment.nbytes
         self._absent -= 1
         resident = self._resident()
         self._counts = replace(self._counts, resident_bytes=resident, peak_bytes=max(self._counts.peak_bytes, resident))
         return True
+
+    def _has_room(self, segment: Segment) -> bool:
+        """Whether the budget has room for the segment, or the pool has all of its memory."""
+        added = segment.nbytes - (segment.buffer_bytes if self._pool.has(segment.buffer_bytes) else 0)
+        return added <= 0 or self._resident() + added <= self.budget
 
     def _resident(self) -> int:
         return self._pool.nbytes + self._memory
@@ -309,14 +316,16 @@ class Prefetcher:
         return farthest if farthest is not None and next_use(farthest) > at_distance else None
 
     def _drop(self, segment: Segment) -> None:
+        if segment.state is SegmentState.ABSENT:
+            return
         if segment.state is SegmentState.QUEUED:
             self._queue.remove(segment)
         self._used(segment)
         segment.state, segment.tensors = SegmentState.ABSENT, {}
+        self._memory -= segment.nbytes
+        self._absent += 1
         if segment.buffer is not None:
             buffer, segment.buffer = segment.buffer, None
-            self._memory -= buffer.nbytes
-            self._absent += 1
             self._pool.give(buffer)
 
     def _wake_reader(self) -> None:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from accel_inference.prefetch.buffers import Buffer, BufferPool
-from accel_inference.weights.sources import HostWeight, Source
+from accel_inference.weights.mapped_files import mapped_offloaded, may_be_mapped
+from accel_inference.weights.sources import FileWeight, HostWeight, Source
+from accel_state.errors import CheckpointCorruptError
 
 _ALIGNMENT = 64
 """As torch aligns memory on the CPU; kernels may round otherwise if alignment differs."""
@@ -28,6 +30,8 @@ class Segment:
     """Weights of a block that no earlier block has; a weight that blocks share is in the first one's segment."""
 
     weights: Mapping[Hashable, Source]
+    mapped: frozenset[Hashable] = frozenset()
+    """Those of the weights that are pages of their files; the others are read into the buffer."""
     state: SegmentState = SegmentState.ABSENT
     holders: int = 0
     """Blocks with weights of the segment that compute now."""
@@ -38,21 +42,41 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segment's buffer."""
-        return BufferPool.rounded(sum(_aligned(weight.nbytes) for weight in self.weights.values()))
+        """Bytes of memory that the segment takes."""
+        return self.buffer_bytes + sum(self.weights[key].nbytes for key in self.mapped)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the segment's buffer; 0 if all weights are mapped, and there is none."""
+        read = [_aligned(weight.nbytes) for key, weight in self.weights.items() if key not in self.mapped]
+        return BufferPool.rounded(sum(read)) if read else 0
 
     def read(self, device: torch.device) -> None:
-        """Reads the weights into the buffer, and makes the tensors over it, or copies of them on an accelerator."""
+        """Maps or reads the weights, and makes the tensors over them, or copies of them on an accelerator."""
         tensors: dict[Hashable, Tensor] = {}
         offset = 0
         # The modes of the thread that reads must not show in the weights.
         with torch.inference_mode(False), torch.no_grad():
             for key, weight in self.weights.items():
+                if isinstance(weight, FileWeight) and key in self.mapped:
+                    tensors[key] = mapped_offloaded(weight)
+                    continue
                 tensors[key] = self._read_one(weight, offset).to(weight.dtype)
                 offset += _aligned(weight.nbytes)
             if device.type != "cpu":
                 tensors = copied(tensors, device)
         self.tensors = tensors
+
+    def check(self) -> None:
+        """Checks that the pages of resident weights are those that were mapped.
+
+        Raises:
+            CheckpointCorruptError: a file has been written or cut since.
+        """
+        for key in self.mapped:
+            weight = self.weights[key]
+            if isinstance(weight, FileWeight) and weight.file.is_written:
+                raise CheckpointCorruptError(f"{weight.file.path} was written to while its weight was in use")
 
     def _read_one(self, weight: Source, offset: int) -> Tensor:
         if isinstance(weight, HostWeight):
@@ -100,7 +124,8 @@ def new_block(sources: Mapping[str, Source], known: dict[Hashable, Segment], dev
     read = {name: source for name, source in sources.items() if name not in direct}
     added = {source.key: source for source in read.values() if source.key not in known}
     if added:
-        known.update(dict.fromkeys(added, Segment(added)))
+        mapped = frozenset(key for key, source in added.items() if on_host and may_be_mapped(source))
+        known.update(dict.fromkeys(added, Segment(added, mapped)))
     return WeightBlock(direct, {name: (known[source.key], source.key) for name, source in read.items()})
 
 

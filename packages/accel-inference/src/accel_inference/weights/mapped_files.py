@@ -5,14 +5,16 @@ is. Pages are read when they are used first, and the operating system drops and 
 """
 
 import mmap
+import os
 from collections.abc import Hashable
 
 import torch
+from torch import Tensor
 
 from accel_inference.weights.sources import FileWeight, HostWeight, Weight, WeightFile
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointCorruptError, CheckpointError
 
-_SMALL = 2**14
+SMALL = 2**14
 """Bytes below which a copy costs less than the faults of the pages."""
 
 
@@ -38,7 +40,7 @@ class MappedFiles:
             CheckpointCorruptError: the file has been replaced, written or cut since its header was read.
             CheckpointError: the operating system refuses the mapping.
         """
-        if not isinstance(source, FileWeight) or source.nbytes < _SMALL or source.dtype != source.stored:
+        if not isinstance(source, FileWeight) or not _is_worth_mapping(source):
             return source
         if source.offset % source.stored.itemsize:
             return source
@@ -58,3 +60,38 @@ class MappedFiles:
                 except (OSError, ValueError) as error:
                     raise CheckpointError(f"{file.path} cannot be mapped into memory: {error}") from error
         return self._files[file]
+
+
+def may_be_mapped(weight: Weight) -> bool:
+    """Whether ``mapped_offloaded`` serves a weight: one of an offload folder, unless a copy costs less."""
+    return isinstance(weight, FileWeight) and weight.is_offloaded and _is_worth_mapping(weight)
+
+
+def mapped_offloaded(weight: FileWeight) -> Tensor:
+    """A weight of an offload folder as the pages of its file, all of which are in memory when this returns.
+
+    No copy is made, so that a weight in the page cache costs the entries of a page table. The pages belong to the
+    tensor and leave the process with it.
+
+    Raises:
+        CheckpointCorruptError: the file has been replaced, written or cut since it was listed.
+        CheckpointError: the operating system refuses the mapping.
+    """
+    with weight.file.opened() as descriptor:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        try:
+            # torch maps without a descriptor of its own, of which a process has a thousand.
+            flat = torch.from_file(
+                str(weight.file.path), shared=False, size=weight.elements, dtype=weight.stored, device="cpu"
+            )
+        except RuntimeError as error:
+            raise CheckpointError(f"{weight.file.path} cannot be mapped into memory: {error}") from error
+    if WeightFile.at(weight.file.path) != weight.file:
+        raise CheckpointCorruptError(f"{weight.file.path} was replaced while it was mapped; load it again")
+    flat.view(torch.uint8)[:: mmap.PAGESIZE].amax()
+    return flat.view(weight.shape)
+
+
+def _is_worth_mapping(weight: FileWeight) -> bool:
+    return weight.dtype == weight.stored and weight.nbytes >= SMALL

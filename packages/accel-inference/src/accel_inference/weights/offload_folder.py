@@ -182,7 +182,7 @@ def indexed_weight(
             f"the index of {folder} has an entry of {name} that cannot be read: {entry}"
         ) from error
     try:
-        weight = FileWeight(WeightFile.at(path), 0, shape, dtype, dtype)
+        weight = FileWeight(WeightFile.at(path), 0, shape, dtype, dtype, is_offloaded=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}, which has the weight {name}, does not exist") from error
     if weight.file.size != weight.nbytes:

@@ -37,6 +37,15 @@ class WeightFile:
         """Bytes of the file."""
         return self.identity[2]
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the file was written or cut since; False for one that another file replaced, or that was removed."""
+        try:
+            found = _identity(self.path.stat())
+        except OSError:
+            return False
+        return found[:2] == self.identity[:2] and found != self.identity
+
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills ``target`` with the bytes at ``offset``.
 
@@ -86,6 +95,8 @@ class FileWeight:
     dtype: torch.dtype
     name: str = ""
     """The tensor's name in the file, if the format has one."""
+    is_offloaded: bool = False
+    """Whether the file is one of an offload folder: it holds this tensor alone, and is replaced and never written."""
 
     @property
     def key(self) -> Hashable:
