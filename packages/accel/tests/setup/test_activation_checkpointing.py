@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from accel import Accelerator, ActivationCheckpointing, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accel_state import ConfigError, ParallelismConfig
@@ -23,11 +24,9 @@ STRATEGIES: Mapping[str, tuple[dict[str, Any], float]] = {
     "sp": ({"parallelism_config": ParallelismConfig(sp_size=2)}, 1e-12),
     "pp": ({"parallelism_config": ParallelismConfig(pp_size=2)}, 1e-12),
 }
-# Those of the default suite.
-FEW = ("ddp", "fsdp", "zero3", "pp")
 
 
-def train(name: str, asked: object) -> tuple[dict[str, torch.Tensor], int]:
+def train(name: str, asked: bool | ActivationCheckpointing | None) -> tuple[dict[str, torch.Tensor], int]:
     """Two steps of two micro-batches; returns the full weights, and how often this rank ran a block forward."""
     options, _ = STRATEGIES[name]
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, activation_checkpointing=asked, **options)
@@ -52,19 +51,42 @@ def train(name: str, asked: object) -> tuple[dict[str, torch.Tensor], int]:
     return state, len(calls)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "name",
-    [*FEW, *(pytest.param(one, marks=pytest.mark.slow) for one in STRATEGIES if one not in FEW)],
-)
-def test_blocks_are_recomputed_and_the_weights_are_the_same(rank: int, name: str) -> None:
+def check_recomputed(rank: int, name: str, asked: bool | ActivationCheckpointing) -> None:
+    """Compares the weights with those of a run that recomputes nothing, and the forwards of blocks."""
     plain, once = train(name, None)
-    found, twice = train(name, True)
+    found, twice = train(name, asked)
     # A pipeline finds the shapes of activations by one micro-batch more, whose backward ends before the first stage.
     assert twice == 2 * once - (name == "pp" and rank == 0) > 0
     assert found.keys() == plain.keys()
     for key, value in plain.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=STRATEGIES[name][1])
+
+
+def strategies(*few: str) -> pytest.MarkDecorator:
+    """All strategies, of which the default suite has a few."""
+    others = [pytest.param(one, marks=pytest.mark.slow) for one in STRATEGIES if one not in few]
+    return pytest.mark.parametrize("name", [*few, *others])
+
+
+@pytest.mark.ranks(2)
+@strategies("ddp", "fsdp", "zero3", "pp")
+def test_blocks_are_recomputed_and_the_weights_are_the_same(rank: int, name: str) -> None:
+    check_recomputed(rank, name, True)
+
+
+@pytest.mark.ranks(2)
+@strategies("zero3", "pp")
+def test_blocks_keep_what_a_policy_chooses_and_the_weights_are_the_same(rank: int, name: str) -> None:
+    kept = []
+
+    def policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        if operation not in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        kept.append(operation)
+        return CheckpointPolicy.MUST_SAVE
+
+    check_recomputed(rank, name, ActivationCheckpointing(save=policy))
+    assert kept
 
 
 def test_the_launch_setting_holds_unless_the_call_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ tree of modules, names, types and hooks are unchanged, and hooks of the block it
 that shard by module add their hooks outside of ``forward``, as for any block.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal, final
@@ -13,7 +13,8 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_backends.ops.blocks import blocks_by_class
 from accel_precision.autocast import subclass_with
@@ -148,7 +149,7 @@ class ActivationCheckpointing(KwargsHandler):
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
         if self.save != "nothing":
             kept = matmuls() if self.save == "matmuls" else self.save
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+            options["context_fn"] = partial(_selective_contexts, kept)
         run: Run = partial(checkpoint, **options)
         return _offloaded(run) if self.offload else run
 
@@ -212,6 +213,41 @@ def _without_cache(block: nn.Module, argument: Any) -> Any:
             "the second forward would add its own again; train without it, or leave activation_checkpointing out"
         )
     return None
+
+
+def _selective_contexts(kept: Sequence[Any] | Policy) -> tuple[Any, Any]:
+    """Contexts of a block's forward and of its recomputation, in which operations return the results that were kept.
+
+    torch's own context of the recomputation refuses operations that the forward did not run. Backends that gather
+    parameters within a block (ZeRO-3) do that in the forward of another block if they gather in advance.
+    """
+    if torch.compiler.is_compiling():  # the compiler knows torch's contexts, and backends gather outside of its graphs
+        contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(kept)
+        return contexts
+    with_results: set[Any] = set()
+
+    def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        choice = kept(context, operation, *args, **kwargs) if callable(kept) else operation in kept
+        if choice in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            with_results.add(operation)
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    forward, recomputation = create_selective_checkpoint_contexts(choose)
+    return forward, _KeptResults(recomputation, with_results)
+
+
+class _KeptResults(TorchDispatchMode):
+    """Recomputation by torch's own context of operations of which results were kept, and of all others as they are."""
+
+    def __init__(self, context: TorchDispatchMode, operations: Collection[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._context, self._operations = context, operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._operations:
+            return self._context.__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _offloaded(run: Run) -> Run:

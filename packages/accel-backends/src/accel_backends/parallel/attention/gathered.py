@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from accel_backends.parallel.attention.positions import SequenceSharding
 
@@ -47,12 +47,19 @@ def gathered_attention(
                 part,
                 keys[..., :seen, :],
                 values[..., :seen, :],
-                attn_mask=causal_lower_right(chunk, seen),
+                attn_mask=_causal_bias(chunk, seen),
                 scale=scale,
                 enable_gqa=grouped,
             )
         )
     return torch.cat(outputs, dim=-2)
+
+
+def _causal_bias(queries: int, keys: int) -> CausalBias:
+    """``causal_lower_right``, which torch cannot construct in a dispatch mode (selective checkpointing) or a graph."""
+    bias = torch.empty(0).as_subclass(CausalBias)
+    CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
+    return bias
 
 
 def _in_order(shards: torch.Tensor, sharding: SequenceSharding) -> torch.Tensor:
