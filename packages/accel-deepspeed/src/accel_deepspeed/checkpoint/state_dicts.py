@@ -282,8 +282,11 @@ def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout
     tensors = _saved_tensors(saved, parameters)
     plain = is_host(engine.basic_optimizer)
     numbers = parts.group_numbers()
+    counts = any(STEP in values for values in saved.values())
     for group, names in enumerate(layout.groups):
         number = _common_numbers([saved[name] for name in names if name in saved], names, set(tensors))
+        if counts:
+            number.setdefault(STEP, 0.0)  # no parameter of the group had a gradient so far
         parts.behind.update({parameters[name]: steps for name, steps in _behind(saved, names, number).items()})
         for flat in (one for one in parts.flats() if numbers[id(one)] == group):
             with parts.opened(flat):
