@@ -1,13 +1,14 @@
-"""Models with experts: which of them have state dicts."""
+"""Models with experts: which of them have state dicts, and schedulers of their param groups."""
 
 from importlib.util import find_spec
 
 import pytest
+import torch
 from torch import nn
 
-from accel_deepspeed.engine.moe import check_experts_are_alike
+from accel_deepspeed.engine.moe import check_experts_are_alike, check_scheduled
 from accel_deepspeed.library import library
-from accel_state.errors import BackendError
+from accel_state.errors import BackendError, PrepareError
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -43,3 +44,17 @@ def test_layers_whose_ranks_have_experts_of_their_own_have_no_state_dict(ep_size
         return
     with pytest.raises(BackendError, match=r"\(expert parallelism, ep_size=2\), which no state tells apart"):
         check_experts_are_alike(layer)
+
+
+def test_a_scheduler_of_a_group_that_has_to_be_split_is_refused() -> None:
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    layer = MoE(3, nn.Linear(3, 3), num_experts=2)
+    together = torch.optim.AdamW(layer.parameters())
+    check_scheduled([together], [])
+    with pytest.raises(PrepareError, match=r"StepLR drives a param group of experts .* split it by deepspeed\.moe"):
+        check_scheduled([together], [torch.optim.lr_scheduler.StepLR(together, 1)])
+    groups = split({"params": list(layer.parameters()), "name": "all"})
+    apart = torch.optim.AdamW([group for group in groups if group["params"]])
+    check_scheduled([apart], [torch.optim.lr_scheduler.StepLR(apart, 1)])

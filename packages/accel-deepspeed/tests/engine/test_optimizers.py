@@ -12,6 +12,7 @@ from torch import nn
 from accel_backends import Bundle, Run, load_backend
 from accel_backends.ops.optimizer_support import steps_by_element
 from accel_deepspeed import DeepSpeedPlugin
+from accel_deepspeed.library import extensions_folder
 from accel_precision import PrecisionPolicy
 from accel_state import PrepareError, Session
 from accel_state.errors import AccelError
@@ -83,10 +84,10 @@ def loss_of(model: nn.Module, step: int, part: slice) -> torch.Tensor:
 
 
 @contextmanager
-def opened(stage: int, precision: str = "no") -> Iterator[Any]:
+def opened(stage: int, precision: str = "no", **options: Any) -> Iterator[Any]:
     with Session.open(cpu=True) as session:
         policy = PrecisionPolicy.parse(precision, device_type="cpu")
-        backend = load_backend("deepspeed")(Run(session, policy), DeepSpeedPlugin(zero_stage=stage))
+        backend = load_backend("deepspeed")(Run(session, policy), DeepSpeedPlugin(zero_stage=stage, **options))
         try:
             yield backend
         finally:
@@ -169,3 +170,30 @@ def test_float64_is_refused_on_every_rank_and_not_rounded(rank: int, stage: int,
         with pytest.raises(AccelError, match=words):
             backend.prepare(Bundle([model], [made("SGD", model)]))
         assert model.get_parameter("0.weight").dtype == torch.float32
+
+
+@pytest.mark.skipif(not (extensions_folder() / "cpu_adam").exists(), reason="DeepSpeed's cpu_adam is not built")
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", ["SequentialLR", "ChainedScheduler"])
+def test_schedulers_inside_of_a_scheduler_drive_the_optimizer_on_the_host(rank: int, kind: str) -> None:
+    from torch.optim import lr_scheduler as schedulers
+
+    def scheduled(optimizer: torch.optim.Optimizer) -> Any:
+        inner = [schedulers.LinearLR(optimizer, 0.5, total_iters=2), schedulers.ExponentialLR(optimizer, 0.5)]
+        if kind == "SequentialLR":
+            return schedulers.SequentialLR(optimizer, inner, [2])
+        return schedulers.ChainedScheduler(inner, optimizer)
+
+    other = made("AdamW", matrices())
+    expected = scheduled(other)
+    model = matrices()
+    given = made("AdamW", model)
+    with opened(2, offload_optimizer_device="cpu") as backend:
+        bundle = backend.prepare(Bundle([model], [given], [scheduled(given)]))
+        for step in range(4):
+            backend.backward(loss_of(bundle.models[0], step, slice(None)))
+            backend.step(bundle.optimizers[0])
+            other.step()
+            bundle.schedulers[0].step()
+            expected.step()
+            assert bundle.optimizers[0].param_groups[0]["lr"] == other.param_groups[0]["lr"]

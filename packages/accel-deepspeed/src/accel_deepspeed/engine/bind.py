@@ -27,7 +27,7 @@ from accel_deepspeed.engine.engine import (
     take_engine,
 )
 from accel_deepspeed.engine.foreign_steps import GivenSteps
-from accel_deepspeed.engine.moe import check_experts, expert_groups, mark_leaf_modules
+from accel_deepspeed.engine.moe import check_experts, check_scheduled, expert_groups, mark_leaf_modules
 from accel_deepspeed.engine.optimizers import (
     check_full,
     check_pieces,
@@ -85,6 +85,7 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
     if bundle.optimizers or stage == 3:
         check_values(model)
     check_experts(model, stage)
+    check_scheduled(bundle.optimizers, bundle.schedulers)
     for optimizer in bundle.optimizers:
         check_full(optimizer, stage, cut=options.tensor_parallel_size > 1)
     check_sparse(model)

@@ -1,11 +1,13 @@
 """Mixtures of experts: param groups of experts, and layers that stage 3 gathers as one unit."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from accel_deepspeed.config.ds_json import near
+from accel_deepspeed.config.dummies import DummyScheduler
 from accel_state.errors import BackendError, PrepareError
 
 # Attributes of the modules of ``deepspeed.moe``, which a user's own module with an ``ep_size`` does not have.
@@ -28,6 +30,26 @@ def expert_groups(model: nn.Module, optimizer: Optimizer) -> Optimizer:
 def _has_experts(model: nn.Module) -> bool:
     """Whether a model has layers of ``deepspeed.moe``, which mark the parameters of experts."""
     return any(getattr(parameter, "allreduce", True) is False for parameter in model.parameters())
+
+
+def check_scheduled(optimizers: Iterable[Optimizer], schedulers: Sequence[Any]) -> None:
+    """Refuses a scheduler of param groups that ``expert_groups`` is going to split, of which it knows only the first.
+
+    Raises:
+        PrepareError: with the function that splits them.
+    """
+    own = [one for one in schedulers if not isinstance(one, DummyScheduler)]
+    kinds = [
+        {getattr(p, "group_name", "") if getattr(p, "allreduce", True) is False else "" for p in group["params"]}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+    if own and any(len(kind) > 1 for kind in kinds):
+        raise PrepareError(
+            f"{type(own[0]).__name__} drives a param group of experts and other parameters, which DeepSpeed steps as "
+            "groups of their own; split it by deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer "
+            "before the optimizer and the scheduler are built"
+        )
 
 
 def check_experts(model: nn.Module, stage: int) -> None:

@@ -158,11 +158,10 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
 
 
 def point_at(scheduler: Any, before: Optimizer, after: Optimizer) -> None:
-    """Makes a scheduler of ``before`` drive ``after``."""
-    if before is not after and getattr(scheduler, "optimizer", None) is before:
+    """Makes a scheduler of ``before`` drive ``after``, those inside of it (``SequentialLR``) by shared param groups."""
+    before.param_groups = after.param_groups
+    if getattr(scheduler, "optimizer", None) is before:
         scheduler.optimizer = after
-        for group, was in zip(after.param_groups, before.param_groups, strict=True):
-            group.setdefault("initial_lr", was.get("initial_lr", was["lr"]))
 
 
 def group_names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[str, ...], ...]:
