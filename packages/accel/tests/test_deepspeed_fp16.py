@@ -77,7 +77,7 @@ def test_tensor_parallel_ranks_in_fp16_equal_one_process(rank_pool: RankPool, la
 class Run:
     """A small model in training, whose gradients overflow in step 2."""
 
-    def __init__(self, strategy: Any, rank: int) -> None:
+    def __init__(self, strategy: Any, rank: int, **scale: Any) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
         self.rank = rank
@@ -85,7 +85,7 @@ class Run:
             cpu=True,
             mixed_precision="fp16",
             strategy=strategy,
-            kwargs_handlers=[GradScalerKwargs(init_scale=1024.0, growth_interval=3)],
+            kwargs_handlers=[GradScalerKwargs(**{"init_scale": 1024.0, "growth_interval": 3, **scale})],
         )
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         self.skipped: list[int] = []
@@ -152,6 +152,38 @@ def test_the_loss_scale_goes_to_other_backends_and_back(rank: int, chain: tuple[
         assert second.train(4, 6).skipped == []
         for run in (first, second):
             run.end()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_loss_scale_of_a_folder_grows_when_it_would_have_grown(rank: int, stage: int, tmp_path: Path) -> None:
+    with fp16_on_the_cpu():
+        first = Run(zero(stage), rank).train(0, 6)
+        assert first.scale == {"scale": 512.0, "growth_tracker": 3}  # grows at the next step
+        first.accelerator.export_deepspeed(tmp_path / "folder", tag="six")
+        second = Run(zero(2), rank)
+        second.accelerator.import_deepspeed(tmp_path / "folder")
+        assert second.scale == first.scale
+        for run in (first, second):
+            run.end()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_scale_that_is_off_or_static_stays(rank: int, stage: int) -> None:
+    with fp16_on_the_cpu():
+        for options, scale in (({"enabled": False}, 1.0), ({"growth_factor": 1.0, "backoff_factor": 1.0}, 1024.0)):
+            run = Run(zero(stage), rank, **options).train(3, 9)
+            assert (run.skipped, run.scale["scale"]) == ([], scale)
+            run.end()
+
+
+@pytest.mark.ranks(1)
+def test_factors_that_deepspeed_does_not_have_are_refused(rank: int) -> None:
+    from accel_state.errors import ConfigError
+
+    with fp16_on_the_cpu(), pytest.raises(ConfigError, match=r"growth_factor=4.0 and .* doubles and halves"):
+        Run(zero(2), rank, growth_factor=4.0)
 
 
 @pytest.mark.ranks(1)

@@ -17,7 +17,7 @@ import torch
 
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE
 from accel_deepspeed.config.ds_json import near
-from accel_deepspeed.engine.loss_scale import SCALE, TRACKER, EngineCounts
+from accel_deepspeed.engine.loss_scale import EngineCounts, scale_state
 from accel_deepspeed.tensor_parallel.partition_map import PartMap
 from accel_state.errors import CheckpointError
 
@@ -294,7 +294,7 @@ def _full_state(
     state = {names[index]: dict(values) for index, values in inner[STATE].items()}
     copies = [tensor.detach() for group in saved.get("fp32_groups", ()) for tensor in group]
     model.update(zip(names, copies, strict=False))
-    scale = {SCALE: float(saved["cur_scale"]), TRACKER: 0} if saved.get("dynamic_loss_scale") else None
+    scale = scale_state(saved) if saved.get("dynamic_loss_scale") else None
     return model, {STATE: state, GROUPS: options}, scale
 
 
@@ -365,8 +365,4 @@ def _joined(lines: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size]) -> 
 
 
 def _scale_of(rank: Mapping[str, Any]) -> dict[str, float | int] | None:
-    if not rank.get("dynamic_loss_scale"):
-        return None
-    scaler = rank["loss_scaler"]
-    stable = max(0, scaler.cur_iter - scaler.last_overflow_iter - 1)
-    return {SCALE: float(scaler.cur_scale), TRACKER: stable % int(scaler.scale_window)}
+    return scale_state(vars(rank["loss_scaler"])) if rank.get("dynamic_loss_scale") else None

@@ -185,10 +185,27 @@ def _precision(config: dict[str, Any], run: RunFacts, fill: Any) -> None:
         accumulate = name if policy.true else "fp32"
         fill("data_types.grad_accum_dtype", accumulate, f"precision {policy.name}", absent=True)
     if name == "fp16" and run.scaler is not None:
-        scaler, origin = run.scaler, "GradScalerKwargs"
-        fill("fp16.initial_scale_power", round(math.log2(scaler.init_scale)), origin, absent=True)
-        fill("fp16.loss_scale_window", scaler.growth_interval, origin, absent=True)
-        fill("fp16.hysteresis", 1, origin, absent=True)
+        _loss_scale(run.scaler, fill)
+
+
+def _loss_scale(scaler: GradScalerKwargs, fill: Any) -> None:
+    """Resolves the loss scale of fp16.
+
+    Raises:
+        ConfigError: factors by which DeepSpeed does not change its scale.
+    """
+    origin = "GradScalerKwargs"
+    if scaler.static or not scaler.enabled:
+        fill("fp16.loss_scale", scaler.init_scale if scaler.enabled else 1.0, origin, absent=True)
+        return
+    if (scaler.growth_factor, scaler.backoff_factor) != (2.0, 0.5):
+        raise ConfigError(
+            f"{origin} has growth_factor={scaler.growth_factor} and backoff_factor={scaler.backoff_factor}, and "
+            "DeepSpeed doubles and halves its loss scale; nearest: 2.0 and 0.5, or 1.0 and 1.0, which is a static scale"
+        )
+    fill("fp16.initial_scale_power", round(math.log2(scaler.init_scale)), origin, absent=True)
+    fill("fp16.loss_scale_window", scaler.growth_interval, origin, absent=True)
+    fill("fp16.hysteresis", 1, origin, absent=True)
 
 
 def _true_precision(config: dict[str, Any], policy: PrecisionPolicy, fill: Any) -> None:

@@ -10,6 +10,16 @@ SCALE, TRACKER = LossScaler.SCALE, LossScaler.TRACKER
 HYSTERESIS = "cur_hysteresis"
 
 
+def scale_state(scaler: Mapping[str, Any]) -> dict[str, float | int]:
+    """Returns scale and growth tracker of a dynamic loss scale, from DeepSpeed's attributes of it.
+
+    After a full window without overflow, the scale grows at the next step.
+    """
+    stable = max(0, scaler["cur_iter"] - scaler["last_overflow_iter"] - 1)
+    tracker = (stable - 1) % int(scaler["scale_window"]) + 1 if stable else 0
+    return {SCALE: float(scaler["cur_scale"]), TRACKER: tracker}
+
+
 @final
 class EngineScale:
     """Loss scale of one fp16 engine, in the form of ``LossScaler.state_dict``, so that each loads the other's state.
@@ -29,14 +39,14 @@ class EngineScale:
 
     def state_dict(self) -> dict[str, float | int]:
         """Returns plain numbers."""
-        scaler, found = self._scaler, {SCALE: float(self._scaler.cur_scale), TRACKER: 0}
-        if self._moves:
-            window = int(scaler.scale_window)
-            stable = max(0, scaler.cur_iter - scaler.last_overflow_iter - 1)
-            # After a full window without overflow, the scale grows at the next step.
-            found[TRACKER] = (stable - 1) % window + 1 if stable else 0
-            found |= {"growth_factor": scaler.scale_factor, "growth_interval": window}
-        return found
+        scaler = self._scaler
+        if not self._moves:
+            return {SCALE: float(scaler.cur_scale), TRACKER: 0}
+        return {
+            **scale_state(vars(scaler)),
+            "growth_factor": scaler.scale_factor,
+            "growth_interval": scaler.scale_window,
+        }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Loads the scale and the counts; factors and windows stay as configured.
