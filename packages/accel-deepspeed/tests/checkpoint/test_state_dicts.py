@@ -89,3 +89,35 @@ def test_a_group_without_a_saved_state_begins_at_its_first_step(rank: int, stage
     assert (float(counts["0.bias"]["step"]), float(counts["1.bias"]["step"])) == (3, 2)
     for name, value in expected.named_parameters():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_parameters_of_an_optimizer_have_missed_no_steps_when_it_is_loaded(rank: int, stage: int) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        model.bias.requires_grad_(False)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    expected, stepping = made()
+    expected(torch.ones(2, 3)).square().mean().backward()
+    stepping.step()
+    model, optimizer = made()
+    model.load_state_dict(expected.state_dict())
+    with Session.open(cpu=True) as session:
+        backend = load_backend("deepspeed")(Run(session, PrecisionPolicy()), DeepSpeedPlugin(zero_stage=stage))
+        try:
+            bundle = backend.prepare(Bundle([model], [optimizer], []))
+            engine = bundle.models[0]
+            backend.states.load_optimizer(bundle.optimizers[0], [engine], optimizer_state(stepping, [expected]))
+            backend.backward(engine(torch.ones(2, 3)).square().mean())
+            assert backend.step(bundle.optimizers[0])
+            found = backend.states.full_model(engine, main_only=False)
+        finally:
+            backend.close()
+    stepping.zero_grad()
+    expected(torch.ones(2, 3)).square().mean().backward()
+    stepping.step()
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

@@ -287,7 +287,8 @@ def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout
         number = _common_numbers([saved[name] for name in names if name in saved], names, set(tensors))
         if counts:
             number.setdefault(STEP, 0.0)  # no parameter of the group had a gradient so far
-        parts.behind.update({parameters[name]: steps for name, steps in _behind(saved, names, number).items()})
+        stepped = [name for name in names if parts.holds(parameters[name])]
+        parts.behind.update({parameters[name]: steps for name, steps in _behind(saved, stepped, number).items()})
         for flat in (one for one in parts.flats() if numbers[id(one)] == group):
             with parts.opened(flat):
                 own = parts.state[flat]
