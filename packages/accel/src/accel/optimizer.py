@@ -65,6 +65,7 @@ class PreparedOptimizer(Optimizer):
             raise BackendError("this optimizer was freed by free_memory(); prepare an optimizer again before stepping")
         losses: list[Any] = []
         if closure is None:
+            self._clock.finish()
             stepped = self._backend.step(self.optimizer)
         else:
 

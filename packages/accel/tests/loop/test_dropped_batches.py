@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator, GradScalerKwargs
+from accel import Accelerator, DataLoaderConfiguration, GradScalerKwargs
 from accel_precision import PrecisionError
 from accel_state.errors import BackendError
 
@@ -154,3 +154,49 @@ def test_the_scaler_has_the_names_that_torch_gives_them() -> None:
     before = model[0].weight.detach().clone()
     optimizer.step()
     torch.testing.assert_close(model[0].weight.detach(), before - 0.1 * held)
+
+
+READS: dict[str, Callable[[Accelerator, nn.Module], Any]] = {
+    "norm": lambda accelerator, model: accelerator.clip_grad_norm_(model.parameters(), math.inf),
+    "full": lambda accelerator, model: accelerator.full_gradients(model)["weight"].norm(),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_window_resumed_before_a_batch_without_backward_has_the_gradients_of_all_ranks(
+    rank: int, strategy: str, tmp_path: Any
+) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    folder = accelerator.save_state(tmp_path / "shared")
+    for resumed in (False, True):
+        for read in READS.values():
+            accelerator.load_state(folder)
+            with accelerator.accumulate(model):
+                rows = torch.tensor([[1.0, 0.0, 4.0 * rank]], dtype=torch.float64)
+                accelerator.backward(model(rows).sum())
+            if resumed:
+                accelerator.save_state(tmp_path / "open")
+                accelerator.load_state(tmp_path / "open")
+            with accelerator.accumulate(model):
+                # the mean over ranks of (1, 0, 0) and (1, 0, 4), over two micro-batches
+                assert float(read(accelerator, model)) == pytest.approx(math.hypot(0.5, 1.0), rel=1e-12)
+                optimizer.zero_grad()
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_may_have_left_the_loop_reduce_no_window_without_its_last_backward() -> None:
+    loading = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=loading)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.join_uneven_inputs([model]):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 3)).sum())
+        with accelerator.accumulate(model), pytest.raises(BackendError, match="had no backward, and within join"):
+            optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()

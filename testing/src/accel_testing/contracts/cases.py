@@ -224,6 +224,22 @@ _WINDOWS = (
     Case("windows of three", models.Stack, accumulate=3, since=None),
     Case("windows of three, the last one short", models.Stack, accumulate=3, short=True, since=None),
     Case("weighted losses, windows", models.Stack, loops.weighted, accumulate=3, since=None),
+    Case(
+        "no backward at the end of a window",
+        models.Stack,
+        partial(loops.skipped, edit=loops.clip_norm),
+        accumulate=3,
+        route=routes.other_part_in_all_of_last_micro_batch,
+        since=None,
+    ),
+    Case(
+        "no backward at the end of a window, weighted",
+        models.Scaled,
+        partial(loops.skipped, weigh=True),
+        accumulate=3,
+        route=routes.other_part_in_all_of_last_micro_batch,
+        names=("dimension",),
+    ),
     Case("clip by norm, windows", models.Stack, partial(loops.train, edit=loops.clip_norm), accumulate=3, since=None),
     Case(
         "gradients set to zero, windows",

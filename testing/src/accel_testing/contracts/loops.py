@@ -187,6 +187,21 @@ def backward_weighted(driver: Driver, model: nn.Module, batch: SampleBatch, coun
     driver.backward(summed, weight=counted.sum())
 
 
+def skipped(driver: Driver, model: nn.Module, *, weigh: bool = False, edit: Edit | None = None) -> nn.Module:
+    """Leaves out the backward of micro-batches that have no sample of the first route, as loops do for bad samples."""
+
+    def backward(driver: Driver, model: nn.Module, batch: SampleBatch) -> None:
+        counted = (batch.route == 0).to(batch.x)
+        if not counted.any():
+            return
+        if weigh:
+            backward_weighted(driver, model, batch, counted)
+        else:
+            driver.backward(((model(batch.x) - batch.y).square().mean(1) * counted).mean())
+
+    return train(driver, model, backward=backward, edit=edit)
+
+
 def two_backwards(driver: Driver, model: nn.Module) -> nn.Module:
     """Two losses of one forward, each with its own backward."""
 

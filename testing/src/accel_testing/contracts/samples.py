@@ -79,6 +79,11 @@ def other_part_in_last_micro_batch(step: int, micro: int, half: int, row: int) -
     return row % 2 if micro == 2 else 0
 
 
+def other_part_in_all_of_last_micro_batch(step: int, micro: int, half: int, row: int) -> int:
+    """The last micro-batch of a window goes to the second part, the others to the first."""
+    return int(micro == 2)
+
+
 def one_part_in_second_step(step: int, micro: int, half: int, row: int) -> int:
     """Both parts are used, except in the second step."""
     return 0 if step == 1 else row % 2

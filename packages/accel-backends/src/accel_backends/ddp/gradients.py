@@ -5,11 +5,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 from weakref import ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends.ddp.find import find_ddp
-from accel_backends.ops.averaging import average_tensors
+from accel_backends.ops.averaging import average_tensors, averaged, brought_by_any
+from accel_backends.ops.fqn import named_parameters
 from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
 
 if TYPE_CHECKING:
@@ -23,6 +25,22 @@ class DDPGradients(ReplicatedGradients):
     def __init__(self, backend: "Backend", optimizers: Sequence[ref[Optimizer]]) -> None:
         super().__init__(backend, ranks=backend.session.world_size)
         self._optimizers = optimizers
+
+    @torch.no_grad()
+    def reduce(self, model: nn.Module) -> None:
+        """Averages gradients; a parameter that has one on some ranks only counts as zero on the others."""
+        if self.ranks == 1 or find_ddp(model) is None:
+            return
+        held = self.unreduced(model)
+        brought = brought_by_any(held, self.group)
+        for name, parameter in named_parameters(model).items():
+            if name not in brought:
+                continue
+            total = averaged(held.get(name), torch.zeros_like(parameter), self.group)
+            if parameter.grad is None:
+                parameter.grad = total
+            else:  # it may be a view of a bucket
+                parameter.grad.copy_(total)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
         """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are equal on all ranks."""

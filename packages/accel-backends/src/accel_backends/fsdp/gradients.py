@@ -35,6 +35,13 @@ class DTensorGradients(ReplicatedGradients):
         rest(self._sharded, [model])
         set_unreduced_gradients(model, gradients, group=self.run.session.group)
 
+    def reduce(self, model: nn.Module) -> None:
+        """Reduces the full gradients that torch keeps unreduced on each rank."""
+        self.set_unreduced(model, self.unreduced(model))
+        sharded = self._sharded.get(innermost(model))
+        if sharded is not None and sharded.replicated:
+            sharded.replicated.average()
+
     def drop(self, model: nn.Module) -> None:
         """Drops gradients, those that torch has not reduced yet included."""
         rest(self._sharded, [model])

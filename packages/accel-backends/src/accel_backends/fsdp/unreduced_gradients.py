@@ -6,10 +6,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accel_backends.ops.averaging import averaged, brought_by_any
 from accel_backends.ops.dtensor import gathered, is_dtensor, sharded_like
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.private import full_parameter, unit_parameters
-from accel_state.collectives.objects import all_gather_object
 
 
 def unreduced_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -62,25 +62,6 @@ def drop_gradients(model: nn.Module) -> None:
             full.grad = None
     for parameter in model.parameters():
         parameter.grad = None
-
-
-def brought_by_any(gradients: Mapping[str, torch.Tensor], group: Any = None) -> set[str]:
-    """Returns the names that any rank has. Collective: every rank of the group must call this."""
-    return {name for names in all_gather_object(sorted(gradients), group=group) for name in names}
-
-
-def averaged(mine: torch.Tensor | None, total: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Writes the mean over ranks of ``mine`` (None counts as zero) into ``total``, which has to be zero.
-
-    Collective: every rank of the group must call this.
-    """
-    import torch.distributed as dist
-
-    if mine is not None:
-        total.copy_(mine)
-    if (ranks := dist.get_world_size(group)) > 1:
-        dist.all_reduce(total, group=group)
-    return total.div_(ranks)
 
 
 def added_up(entry: Any) -> torch.Tensor | None:

@@ -54,6 +54,13 @@ class FlatGradients(ReplicatedGradients):
             )
         set_unreduced_gradients(wrapped, gradients, group=self.run.session.group)
 
+    def reduce(self, model: nn.Module) -> None:
+        """Reduces the full gradients that torch keeps unreduced on each rank."""
+        if self._offloads:  # torch cannot add to what ``set_unreduced`` would set
+            super().reduce(model)
+        else:
+            self.set_unreduced(model, self.unreduced(model))
+
     def drop(self, model: nn.Module) -> None:
         """Drops gradients, those of flat parameters included."""
         wrapped = find_fsdp1(model)

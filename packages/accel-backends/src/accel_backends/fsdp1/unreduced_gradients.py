@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_backends.fsdp.unreduced_gradients import averaged, brought_by_any
+from accel_backends.ops.averaging import averaged, brought_by_any
 from accel_backends.ops.fqn import places
 from accel_state.errors import BackendError
 

@@ -1,9 +1,11 @@
 """Average of tensors over ranks in few collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from accel_state.collectives.objects import all_gather_object
 
 
 def average_tensors(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
@@ -26,3 +28,22 @@ def average_tensors(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
             dist.all_reduce(flat, group=group)
             for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                 part.copy_(mean.view_as(part))
+
+
+def brought_by_any(gradients: Mapping[str, torch.Tensor], group: Any = None) -> set[str]:
+    """Returns the names that any rank has. Collective: every rank of the group must call this."""
+    return {name for names in all_gather_object(sorted(gradients), group=group) for name in names}
+
+
+def averaged(mine: torch.Tensor | None, total: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Writes the mean over ranks of ``mine`` (None counts as zero) into ``total``, which has to be zero.
+
+    Collective: every rank of the group must call this.
+    """
+    import torch.distributed as dist
+
+    if mine is not None:
+        total.copy_(mine)
+    if (ranks := dist.get_world_size(group)) > 1:
+        dist.all_reduce(total, group=group)
+    return total.div_(ranks)

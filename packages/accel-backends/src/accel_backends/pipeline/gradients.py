@@ -112,6 +112,11 @@ class PipelineGradients(ReplicatedGradients):
             if known is model:
                 known.unreduced = bool(mean) and known.shards is None
 
+    def reduce(self, model: nn.Module) -> None:
+        """Averages the gradients of this rank's stages over the data-parallel ranks."""
+        if self.ranks > 1:
+            self.set_unreduced(model, self.unreduced(model))
+
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns copies of the next step's gradients of all stages, by FQN."""
         return {name: gradient.detach().clone() for name, gradient in self.unreduced(model).items()}

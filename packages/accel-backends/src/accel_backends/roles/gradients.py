@@ -151,6 +151,23 @@ class ReplicatedGradients:
             held = gradients.get(name)
             parameter.grad = None if held is None else held.to(parameter.device, parameter.dtype)
 
+    def reduce(self, model: nn.Module) -> None:
+        """Averages over ranks the gradients that no backward has reduced; reduced ones do not change.
+
+        Default: nothing, for gradients of one rank.
+
+        Collective: every rank of the group must call this.
+
+        Raises:
+            BackendError: the backend reduces gradients in a backward only.
+        """
+        if self.ranks > 1:
+            raise BackendError(
+                "the last micro-batch of an accumulation window had no backward, and backend "
+                f"{self.name!r} reduces gradients in that backward only; nearest: drop the window by zero_grad() in "
+                "place of step(), a backward of every batch, or strategy='ddp' or 'fsdp'"
+            )
+
     def drop(self, model: nn.Module) -> None:
         """Drops this rank's gradients, reduced or not. Default: ``grad`` of the parameters."""
         for parameter in model.parameters():

@@ -54,6 +54,9 @@ class ZeroGradients(ReplicatedGradients):
         self._open_communication()
         return self._layers.data_group
 
+    def reduce(self, model: nn.Module) -> None:
+        """Does nothing: engines reduce what a backward has left when it is needed."""
+
     def scale(self, models: Iterable[nn.Module], factor: "Factor") -> None:
         """Multiplies the accumulated gradients of engines, unreduced ones before their reduction."""
         for gradients in map(self._of, models):

@@ -137,6 +137,9 @@ class MegatronGradients(ReplicatedGradients):
             own[name].main_grad.copy_(value * expert_ranks(own[name]))
         engine.gradients.filled = True
 
+    def reduce(self, model: nn.Module) -> None:
+        """Does nothing: gradients are averaged when they are needed."""
+
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the next step's gradients as full tensors, by FQN.
 

@@ -95,6 +95,7 @@ class AccumulationWindow:
         cleared: ids of the optimizers whose gradients were cleared since the last weighted loss.
         seen: the models had gradients after the last weighted loss.
         reached: positions of models without a window of their own that losses of this window have reached.
+        unreduced: no backward has reduced the gradients of its last micro-batches yet.
     """
 
     __slots__ = (
@@ -108,6 +109,7 @@ class AccumulationWindow:
         "size",
         "step",
         "stepped",
+        "unreduced",
         "weight",
     )
 
@@ -123,6 +125,7 @@ class AccumulationWindow:
         self.cleared: set[int] = set()
         self.seen = False
         self.reached: set[int] = set()
+        self.unreduced = False
 
     @property
     def open(self) -> bool:
@@ -133,6 +136,7 @@ class AccumulationWindow:
         """Begins the next window, with the expected number of micro-batches."""
         self.position = 0
         self.size = size
+        self.unreduced = False
         if self.reached:
             self.reached.clear()
         if self.weight is not None or self.denominator is not None or self.seen:
@@ -162,6 +166,7 @@ class StepClock:
         num_models: number of models when ``accumulate`` was last entered for all of them.
         unclaimed: a pass of a loader has begun since the last backward or step.
         unstepped: after a backward whose step was due, no optimizer has stepped and no gradients were cleared.
+        complete: reduces what ``window.unreduced`` says, before gradients are used; held weakly.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
             of a stream); nearly always 1.0.
     """
@@ -170,6 +175,7 @@ class StepClock:
         "_loaders",
         "_windows",
         "claimed",
+        "complete",
         "correction",
         "due",
         "key",
@@ -189,6 +195,7 @@ class StepClock:
         self._loaders: list[weakref.ref[ActiveLoader]] = []
         self.unclaimed = False
         self.unstepped = False
+        self.complete: Callable[[], Callable[[], None] | None] | None = None
         self._windows: dict[Key, AccumulationWindow] = {}
         self.key: Key = ()
         self.num_models = 0
@@ -224,6 +231,15 @@ class StepClock:
     def open(self) -> bool:
         """Whether some group of models holds gradients of an unfinished window."""
         return any(window.open for window in self._windows.values())
+
+    def finish(self) -> None:
+        """Called before gradients are used: a window whose last micro-batch had no backward is completed.
+
+        Collective if it is: every rank of the group must call this.
+        """
+        if self.window.unreduced and self.complete is not None and (complete := self.complete()) is not None:
+            complete()
+            self.window.unreduced = False
 
     def stepped(self) -> None:
         """Called when an optimizer has stepped for the current group of models, or has skipped the step."""
@@ -390,6 +406,7 @@ class StepClock:
             self.claimed.update(key)
             window.step, window.position, window.size = step, position, size
             window.denominator, window.reference = divisors.get(text, (None, None))
+            window.unreduced = window.open
         self.window = self._windows[()]
 
     def weights(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ class MicroBatch:
 class TrainingStep:
     """Scales and reduces gradients so that micro-batches of all ranks add up to the gradient of one global batch."""
 
-    __slots__ = ("_joining", "_loaders", "_recording", "clock", "guard", "prepared", "strategy")
+    __slots__ = ("__weakref__", "_joining", "_loaders", "_recording", "clock", "guard", "prepared", "strategy")
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class TrainingStep:
         self.guard = guard
         self._joining = False
         self._recording = Recording("backward", shared=False, counted=True)
+        clock.complete = WeakMethod(self._complete)
 
     def backward(self, loss: torch.Tensor, weight: Weight | None, kwargs: dict[str, Any]) -> None:
         """See ``Accelerator.backward``."""
@@ -78,6 +80,7 @@ class TrainingStep:
             if listening is not None:
                 listening.before_backward()
             clock.unstepped = clock.due or clock.unstepped
+            clock.window.unreduced = not clock.due
             if backend.loss_scale is not None:
                 clock.settle_scale(backend.loss_scale)
             if weight is not None:
@@ -112,6 +115,7 @@ class TrainingStep:
         backend = self.strategy.backend
         if not self.clock.due:
             return backend.gradients.norm_so_far(parameters, self.prepared.models, norm_type)
+        self.clock.finish()
         if backend.loss_scale is not None:
             parameters = _listed(parameters)
             backend.gradients.unscale(self.prepared.holding(parameters))
@@ -120,6 +124,7 @@ class TrainingStep:
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """See ``Accelerator.clip_grad_value_``."""
         if self.clock.due:
+            self.clock.finish()
             backend = self.strategy.backend
             parameters = _listed(parameters)
             backend.gradients.unscale(self.prepared.holding(parameters))
@@ -128,6 +133,8 @@ class TrainingStep:
     def unscale(self, optimizer: Any) -> None:
         """See ``Accelerator.unscale_gradients``."""
         prepared = self.prepared
+        if self.clock.due:
+            self.clock.finish()
         if optimizer is not None:
             chosen: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         elif self.clock.key:
@@ -143,6 +150,7 @@ class TrainingStep:
                 "full_gradients was called inside an accumulation window, when every process has gradients of its own; "
                 "call it where accelerator.sync_gradients is True"
             )
+        self.clock.finish()
         backend = self.strategy.backend
         if backend.loss_scale is not None:
             backend.gradients.unscale(self.prepared.holding(model.parameters()))
@@ -157,6 +165,31 @@ class TrainingStep:
             raise ConfigError("find_micro_batch_size was called inside an accumulation window; call it between steps")
         strategy, models = self.strategy, self.prepared.models
         return find_micro_batch_size(strategy.backend, strategy.session, models, compute, batch, smallest=smallest)
+
+    def _complete(self) -> None:
+        """Reduces and divides the gradients of a window whose last micro-batch had no backward.
+
+        Models that are trained apart on each rank (local SGD) keep their own gradients.
+
+        Raises:
+            BackendError: the backend cannot reduce them, or ranks may have left the loop.
+
+        Collective: every rank of the group must call this.
+        """
+        if self._joining:
+            raise BackendError(
+                "the last micro-batch of an accumulation window had no backward, and within join_uneven_inputs the "
+                "ranks that ran out of batches cannot reduce its gradients; nearest: even_batches=True"
+            )
+        clock, gradients, models = self.clock, self.strategy.backend.gradients, self._accumulated()
+        with self._recording:
+            for model in models:
+                if model not in self.prepared.trained_apart:
+                    gradients.reduce(model)
+            if clock.window.weight is not None:
+                normalise(clock.window, models, gradients)
+            elif clock.correction != 1.0:
+                correct_short_window(clock, models, gradients)
 
     def _stop_joining(self) -> None:
         self._joining = False
