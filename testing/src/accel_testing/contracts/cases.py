@@ -111,6 +111,13 @@ _MODELS = (
 )
 _CHANGES = (
     Case("part thawed later", models.FrozenPart, partial(loops.train, change=loops.thaw), since=3),
+    Case(
+        "part thawed and edited after an evaluation",
+        models.FrozenRoot,
+        partial(loops.train, change=loops.thaw_after_evaluation),
+        since=3,
+        options={name: {} for name in ("single", "ddp", "fsdp", "deepspeed")},  # not kept by fsdp1 yet
+    ),
     Case("part frozen later", models.Stack, partial(loops.train, change=loops.freeze), since=3),
     Case(
         "layer added after prepare",

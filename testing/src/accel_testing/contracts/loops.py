@@ -139,6 +139,16 @@ def thaw(driver: Driver, model: nn.Module, optimizer: Any) -> None:
         driver.unwrap_model(model).blocks[0].requires_grad_(True)  # type: ignore[index]
 
 
+def thaw_after_evaluation(driver: Driver, model: nn.Module, optimizer: Any) -> None:
+    """Unfreezes all parameters after two steps, right after an evaluation, and halves those that were frozen."""
+    if driver.step == 2:
+        with torch.no_grad():
+            model(driver.samples.x[:1])
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.requires_grad_(True).mul_(0.5)
+
+
 def freeze(driver: Driver, model: nn.Module, optimizer: Any) -> None:
     """Freezes the first block after two steps."""
     if driver.step == 2:

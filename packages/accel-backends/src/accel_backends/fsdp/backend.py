@@ -28,6 +28,7 @@ from accel_backends.fsdp.shard import (
     check_torch,
     find_unused,
     reshard,
+    reshard_after_evaluation,
     shard_dtypes,
     shard_model,
     synchronising,
@@ -58,6 +59,7 @@ from accel_backends.parallel.common_calls import CommonCalls
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import cast_parameters
 from accel_state.logging import get_logger
+from accel_state.private import untraced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -185,6 +187,8 @@ class FSDPBackend(ModuleBackend):
             root, sharded.units, self.converter(), collective_backend=backend, device_type=self.device.type
         )
         self._sharded[root] = sharded
+        if self._options.reshard is not False:
+            root.register_forward_hook(untraced(reshard_after_evaluation))
         replace_parameters(given, named_parameters(root), kind)
         refuse_copies([root, *cast("list[nn.Module]", sharded.units)], kind, self.name)
         take_full_tensors(root)
