@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from accel_backends.core.config import Stated, StrategyFacts
 from accel_deepspeed.config.ds_json import AUTO, find, put
 from accel_state.errors import ConfigError
 from accel_state.parallelism.config import ParallelismConfig
 
+if TYPE_CHECKING:
+    from accel_deepspeed.config.plugin import DeepSpeedConfig
+
 SEQUENCES = "sequence_parallel_size"
 TENSOR = "tensor_parallel"
 LAYERS = f"{TENSOR}.autotp_size"
+_KEYS = {"sp": SEQUENCES, "tp": LAYERS}
 # Reasons why the planner cannot choose a stage together with sequence or tensor parallelism.
 _UNPLANNED = {
     "sp": "the planner chooses when a model is prepared, and its attention and its loaders need "
@@ -21,24 +25,7 @@ _UNPLANNED = {
 }
 
 
-class Options(Protocol):
-    """Attributes of ``DeepSpeedConfig`` that this module reads."""
-
-    hf_ds_config: Any
-    gradient_accumulation_steps: Any
-    origins: dict[str, str]
-    chooses_stage: bool
-    zero_stage: Any
-
-    @property
-    def deepspeed_config(self) -> dict[str, Any]: ...
-    @property
-    def sequence_parallel_size(self) -> int: ...
-    @property
-    def tensor_parallel_size(self) -> int: ...
-
-
-def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Stated]:
+def implied_by(plugins: Mapping[str, "DeepSpeedConfig"]) -> Mapping[str, Stated]:
     """Returns the values that the options of one run, by plugin name, imply for the Accelerator's settings.
 
     Raises:
@@ -57,26 +44,21 @@ def implied_by(plugins: Mapping[str, Options]) -> Mapping[str, Stated]:
     return found
 
 
-def _implied(options: Options) -> dict[str, Stated]:
+def _implied(options: "DeepSpeedConfig") -> dict[str, Stated]:
     """Returns the settings in these options: accumulation, precision, sequence-parallel and tensor-parallel size."""
     found: dict[str, Stated] = {}
     origin = options.origins["gradient_accumulation_steps"]
     if options.gradient_accumulation_steps is not None and not origin.startswith("environment"):
         found["gradient_accumulation_steps"] = Stated(options.gradient_accumulation_steps, origin)
-    document, where = options.deepspeed_config, _where(options)
-    on = [
-        (name, key)
-        for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
-        if find(document, f"{key}.enabled") is True
-    ]
+    document, where = options.deepspeed_config, origin_of(options)
+    enabled = {key: find(document, f"{key}.enabled") for key in ("bf16", "bfloat16", "fp16")}
+    on = [key for key, value in enabled.items() if value is True]
     if len(on) > 1:
-        raise ConfigError(f"{where} enables {' and '.join(key for _, key in on)}; enable one of them")
+        raise ConfigError(f"{where} enables {' and '.join(on)}; enable one of them")
     if on:
-        found["mixed_precision"] = Stated(on[0][0], f"{where} {on[0][1]}.enabled")
-    elif any(find(document, f"{key}.enabled") is False for key in ("bf16", "bfloat16", "fp16")):
-        off = {key for key in ("bf16", "fp16") if find(document, f"{key}.enabled") is False}
-        if off == {"bf16", "fp16"}:
-            found["mixed_precision"] = Stated("no", f"{where} bf16.enabled and fp16.enabled")
+        found["mixed_precision"] = Stated("fp16" if on == ["fp16"] else "bf16", f"{where} {on[0]}.enabled")
+    elif enabled["fp16"] is False and (enabled["bf16"] is False or enabled["bfloat16"] is False):
+        found["mixed_precision"] = Stated("no", f"{where} bf16.enabled and fp16.enabled")
     if find(document, SEQUENCES, AUTO) != AUTO:
         found["parallelism_config_sp_size"] = Stated(options.sequence_parallel_size, f"{where} {SEQUENCES}")
     if find(document, LAYERS, AUTO) != AUTO:
@@ -84,14 +66,14 @@ def _implied(options: Options) -> dict[str, Stated]:
     return found
 
 
-def with_own_degrees(facts: StrategyFacts, options: Options) -> ParallelismConfig:
+def with_own_degrees(facts: StrategyFacts, options: "DeepSpeedConfig") -> ParallelismConfig:
     """Returns the requested degrees, with those of DeepSpeed's configuration for axes whose degree was not given."""
     own = {"sp": options.sequence_parallel_size, "tp": options.tensor_parallel_size}
     added = {f"{axis}_size": size for axis, size in own.items() if axis in facts.open_axes and size > 1}
     return replace(facts.parallelism, **added) if added else facts.parallelism  # type: ignore[arg-type]
 
 
-def layout(options: Options, degrees: ParallelismConfig, world_size: int) -> ParallelismConfig:
+def layout(options: "DeepSpeedConfig", degrees: ParallelismConfig, world_size: int) -> ParallelismConfig:
     """Returns the degrees of all axes: ranks outside sequence-parallel and tensor-parallel groups are data-parallel.
 
     ZeRO shards one replica over them from stage 1 on, and AutoTP at every stage.
@@ -137,21 +119,17 @@ def largest_divisor(total: int, most: int) -> int:
     return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
 
 
-def set_axis_sizes(options: Options, *, sequences: int, layers: int) -> None:
-    """Sets the sequence-parallel and the tensor-parallel size.
+def set_axis_size(options: "DeepSpeedConfig", axis: str, size: int) -> None:
+    """Sets the sequence-parallel ("sp") or tensor-parallel ("tp") size.
 
     Raises:
-        ConfigError: the options have other values, or leave the stage to the planner.
+        ConfigError: the options have another value, or leave the stage to the planner.
     """
-    _set_axis_size(options, sequences, options.sequence_parallel_size, axis="sp", key=SEQUENCES)
-    _set_axis_size(options, layers, options.tensor_parallel_size, axis="tp", key=LAYERS)
-
-
-def _set_axis_size(options: Options, size: int, own: int, *, axis: str, key: str) -> None:
-    document = options.deepspeed_config
+    document, key = options.deepspeed_config, _KEYS[axis]
+    own = options.sequence_parallel_size if axis == "sp" else options.tensor_parallel_size
     if find(document, key, AUTO) != AUTO and own != size:
         raise ConfigError(
-            f"parallelism_config has {axis}_size={size}, and {_where(options)} says {key} = {own}; make them agree"
+            f"parallelism_config has {axis}_size={size}, and {origin_of(options)} says {key} = {own}; make them agree"
         )
     if size == 1:
         return
@@ -161,5 +139,6 @@ def _set_axis_size(options: Options, size: int, own: int, *, axis: str, key: str
     options.origins.setdefault(key, f"parallelism_config {axis}_size")
 
 
-def _where(options: Options) -> str:
+def origin_of(options: "DeepSpeedConfig") -> str:
+    """Returns the origin of DeepSpeed's configuration, for messages; a subclass of Transformers may have none."""
     return getattr(options.hf_ds_config, "origin", "hf_ds_config")

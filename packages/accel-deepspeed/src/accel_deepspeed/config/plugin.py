@@ -14,7 +14,8 @@ from accel_deepspeed.config.consistency import (
     SEQUENCES,
     implied_by,
     layout,
-    set_axis_sizes,
+    origin_of,
+    set_axis_size,
     with_own_degrees,
 )
 from accel_deepspeed.config.ds_json import (
@@ -165,12 +166,11 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         if source is None:
             named = env.get(f"{PREFIX}CONFIG_FILE", "none")
             source = None if named in ("", "none") else named
-        if source is None or isinstance(source, HfDeepSpeedConfig):
-            self.hf_ds_config = source or HfDeepSpeedConfig({})
-        else:
-            self.hf_ds_config = HfDeepSpeedConfig(source)
+        if not isinstance(source, HfDeepSpeedConfig):
+            source = HfDeepSpeedConfig({} if source is None else source)
+        self.hf_ds_config = source
         document = self.hf_ds_config.config
-        where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
+        where = origin_of(self)
         check_keys(document, where)
         self.chooses_stage = self.zero_stage == AUTO and _unset(find(document, FIELDS["zero_stage"].key))
         for name in FIELDS:
@@ -254,7 +254,10 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         attention = None if degrees.sp_handler is None else degrees.sp_handler.sp_attn_implementation
         if degrees.non_data_parallel_size > 1 or attention is not None:
             config = self._copied()  # the user's own options stay as they are
-        config.set_axis_sizes(sequences=degrees.size("sp"), layers=degrees.size("tp"), attention=attention)
+        for plugin in config.plugins.values() or (config,):
+            set_axis_size(plugin, "sp", degrees.size("sp"))
+            set_axis_size(plugin, "tp", degrees.size("tp"))
+            plugin.sequence_attention = attention
         return Resolution(config, layout(config, degrees, facts.topology.world_size), implied)
 
     def _with_plan(self, options: Mapping[str, Any]) -> Self:
@@ -290,18 +293,6 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         found = find(self.deepspeed_config, LAYERS)
         return 1 if _unset(found) else max(1, as_number(LAYERS, found))
 
-    def set_axis_sizes(self, *, sequences: int, layers: int, attention: str | None = None) -> None:
-        """Sets the sizes of sequence-parallel and tensor-parallel groups from ``parallelism_config``.
-
-        ``attention``: attention function of Transformers to use with sequence parallelism.
-
-        Raises:
-            ConfigError: these options, or another plugin's, have other values; or the planner chooses the stage.
-        """
-        for plugin in self.plugins.values() or (self,):
-            set_axis_sizes(plugin, sequences=sequences, layers=layers)
-            plugin.sequence_attention = attention
-
     @property
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration with the fields merged in; values that ``prepare`` resolves are ``"auto"``."""
@@ -310,7 +301,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
 
     def explain(self) -> tuple[tuple[str, Any, str], ...]:
         """Returns every key of DeepSpeed's configuration with its value and the origin of the value."""
-        where = getattr(self.hf_ds_config, "origin", "hf_ds_config")
+        where = origin_of(self)
         rows = [
             (key, value, self.origins.get(key, "until prepare" if value == AUTO else where))
             for key, value in leaves(self.deepspeed_config)
