@@ -19,20 +19,14 @@ from accel_backends.ops.compile import TorchDynamoPlugin, compile_regions, refus
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.fqn import innermost
 from accel_deepspeed.checkpoint.engine_states import ZeroStates
-from accel_deepspeed.checkpoint.state_dicts import PartitionLayout
 from accel_deepspeed.config.consistency import check_one_axis
 from accel_deepspeed.config.plugin import DeepSpeedConfig
 from accel_deepspeed.engine.bind import bind_model, check_bundle_pieces
-from accel_deepspeed.engine.engine import Prepared, run_backward
+from accel_deepspeed.engine.engine import run_backward
 from accel_deepspeed.engine.inference import start_inference
 from accel_deepspeed.engine.registry import Engines
 from accel_deepspeed.layout import ZeroLayout
-from accel_deepspeed.library import (
-    close_communication,
-    library,
-    open_communication,
-    use_device,
-)
+from accel_deepspeed.library import close_communication, library, open_communication, use_device
 from accel_deepspeed.tensor_parallel.autotp import Layers
 from accel_deepspeed.ulysses.sequence import Sequences
 from accel_deepspeed.zero.engine_gradients import ZeroGradients
@@ -73,19 +67,19 @@ class DeepSpeedBackend(ModuleBackend):
         self.loss_scale = None  # DeepSpeed scales the loss itself
         self.scaler_options: GradScalerKwargs | None = run.scaler
         library(self.session.device.type)
-        self._options = cast(DeepSpeedConfig, self.config)
+        self.options = cast(DeepSpeedConfig, self.config)
         self._engines = Engines()
-        self._sequences = Sequences(self.session, self._options.sequence_parallel_size)
-        self._layers = Layers(self.session, self._options.tensor_parallel_size)
-        check_one_axis(self._sequences.size, self._layers.size)
+        self._sequences = Sequences(self.session, self.options.sequence_parallel_size)
+        self.layers = Layers(self.session, self.options.tensor_parallel_size)
+        check_one_axis(self._sequences.size, self.layers.size)
         self._group = SingleProcessGroup(self.session.device)
-        self.layout = ZeroLayout(run, self._options, self._sequences, self._layers, self._open_communication)
-        self.gradients = ZeroGradients(self, self._engines, self._layers, self._open_communication)
+        self.layout = ZeroLayout(run, self.options, self._sequences, self.layers, self._open_communication)
+        self.gradients = ZeroGradients(self, self._engines, self.layers, self._open_communication)
         self.states = ZeroStates(self, self._engines, self.layout)
 
     def reconfigure(self, config: BackendConfig) -> None:
         """Replaces the options for engines that are created from now on; existing engines keep theirs."""
-        self.config = self.states.config = self._options = self.layout.options = cast(DeepSpeedConfig, config)
+        self.config = self.states.config = self.options = self.layout.options = cast(DeepSpeedConfig, config)
 
     # Preparing
 
@@ -93,19 +87,19 @@ class DeepSpeedBackend(ModuleBackend):
         """Refuses models and optimizers that contradict each other or the configuration, see ``engine.optimizers``."""
         for model in bundle.models:
             self._sequences.check(model)
-            self._layers.check(innermost(model))
+            self.layers.check(innermost(model))
         if bundle.training:
-            check_bundle_pieces(self._options, bundle)
+            check_bundle_pieces(self.options, bundle)
 
     def bind(self, bundle: Bundle) -> Bundle:
         """Creates one engine for the model and its optimizer; schedulers drive the optimizer inside."""
         if not bundle.models:
             return bundle
         model = bundle.models[0]
-        self._sequences.take(innermost(model), self.layout.sequence_group, self._options.sequence_attention)
-        if not bundle.training and self._options.inference is not None:
-            return replace(bundle, models=[start_inference(self.session, model, self.policy, self._options.inference)])
-        if not bundle.training or (not bundle.optimizers and self._options.zero_stage < 3):
+        self._sequences.take(innermost(model), self.layout.sequence_group, self.options.sequence_attention)
+        if not bundle.training and self.options.inference is not None:
+            return replace(bundle, models=[start_inference(self.session, model, self.policy, self.options.inference)])
+        if not bundle.training or (not bundle.optimizers and self.options.zero_stage < 3):
             return super().bind(bundle)
         self._open_communication()
         prepared, result = bind_model(self, bundle)
@@ -219,7 +213,7 @@ class DeepSpeedBackend(ModuleBackend):
 
         Collective: every rank of the group must call this.
         """
-        if not self._options.zero3_init_flag:
+        if not self.options.zero3_init_flag:
             yield
             return
         from accel_deepspeed.engine.bind import zero3_init
@@ -230,22 +224,14 @@ class DeepSpeedBackend(ModuleBackend):
 
     @property
     def mesh(self) -> "DeviceMesh | None":
-        """One-dimensional mesh of all ranks, over which states are sharded; None for one rank.
-
-        The first read is a collective.
-
-        Collective: every rank of the group must call this.
-        """
+        """Mesh over which states are sharded, see ``ZeroLayout.mesh``."""
         return self.layout.mesh
 
     # Helpers of the above
-
-    def _layout(self, prepared: Prepared) -> PartitionLayout:
-        return self.states.partition_layout(prepared)
 
     def _open_communication(self) -> None:
         """Passes the process group to DeepSpeed; opens a group of one process if there is none."""
         self._group.open()
         use_device(self.session)
         open_communication(self.session, self)
-        self._layers.open()
+        self.layers.open()

@@ -13,7 +13,7 @@ from accel_backends.ops.fqn import named_parameters
 from accel_backends.roles.gradients import NOTHING
 from accel_backends.roles.states import ReplicatedStates
 from accel_deepspeed.checkpoint import state_dicts
-from accel_deepspeed.engine.loss_scale import EngineCounts, EngineScale
+from accel_deepspeed.engine.loss_scale import EngineScale, set_step_counts, step_counts
 from accel_deepspeed.zero.footprint import held_by
 from accel_deepspeed.zero.gathered_parameters import full_parameters
 
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 @final
 class ZeroStates(ReplicatedStates):
-    """States of engines as DTensors by FQN; those of models without an engine are full."""
+    """States of engines as DTensors by FQN; those of models without an engine are full.
+
+    Methods that return or load states are collective: every rank of the group must call them. They load DTensors, or
+    full tensors that are equal on every rank.
+    """
 
     def __init__(self, backend: "Backend", engines: "Engines", layout: "ZeroLayout") -> None:
         super().__init__(backend)
@@ -41,20 +45,13 @@ class ZeroStates(ReplicatedStates):
             broadcast(buffers, group=self.run.session.group)
 
     def model(self, model: nn.Module) -> dict[str, Any]:
-        """Returns DTensors by FQN, in fp32 if the optimizer has master weights.
-
-        Collective: every rank of the group must call this.
-        """
+        """Returns DTensors by FQN, in fp32 if the optimizer has master weights."""
         prepared = self._engines.find_stated(model)
         if prepared is None:
             return super().model(model)
         return state_dicts.model_state(prepared.engine, prepared.parts, self.partition_layout(prepared))
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Loads DTensors, or full tensors that are equal on every rank.
-
-        Collective: every rank of the group must call this.
-        """
         prepared = self._engines.find_stated(model)
         if prepared is None:
             super().load_model(model, state, strict=strict)
@@ -67,8 +64,6 @@ class ZeroStates(ReplicatedStates):
         """Returns full tensors in host memory, in fp32, or in the compute dtype with ``zero3_save_16bit_model``.
 
         Other ranks than 0 return an empty dict unless ``main_only`` is False.
-
-        Collective: every rank of the group must call this.
         """
         prepared = self._engines.find_stated(model)
         if prepared is None:
@@ -78,25 +73,16 @@ class ZeroStates(ReplicatedStates):
         return state_dicts.full_state(prepared.engine, parts, keep=keep)
 
     def full_parameters(self, model: nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """Context in which parameters are full on every rank.
-
-        Changes reach the optimizer unless ``writeback`` is off.
-        """
         prepared = self._engines.find(model)
         return NOTHING if prepared is None else full_parameters(prepared, writeback=writeback)
 
     def optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Returns optimizer states as DTensors, by FQN. Collective: every rank of the group must call this."""
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             return super().optimizer(optimizer, [prepared.engine])
         return state_dicts.optimizer_state(prepared.engine, prepared.parts, self.partition_layout(prepared))
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Loads DTensors, or full tensors that are equal on every rank.
-
-        Collective: every rank of the group must call this.
-        """
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             super().load_optimizer(optimizer, [prepared.engine], state)
@@ -104,7 +90,6 @@ class ZeroStates(ReplicatedStates):
             state_dicts.load_optimizer_state(prepared.engine, prepared.parts, self.partition_layout(prepared), state)
 
     def held(self, model: nn.Module, optimizer: Optimizer) -> Held:
-        """Returns the engine's tensors, see ``zero.footprint``."""
         prepared = self._engines.find(model)
         return super().held(model, optimizer) if prepared is None else held_by(prepared)
 
@@ -114,16 +99,13 @@ class ZeroStates(ReplicatedStates):
         return [EngineScale(one.engine) for one in self._engines if one.gradients and one.engine.fp16_enabled()]
 
     def counts(self) -> list[dict[str, int]]:
-        """Returns the step counters of each engine: taken and skipped steps."""
-        return [EngineCounts(one.engine).state_dict() for one in self._engines]
+        return [step_counts(one.engine) for one in self._engines]
 
     def load_counts(self, counts: Sequence[Mapping[str, int]]) -> None:
-        """Restores the step counters, engine by engine in the order of preparation."""
         for one, state in zip(self._engines, counts, strict=False):
-            EngineCounts(one.engine).load_state_dict(state)
+            set_step_counts(one.engine, state)
 
     def templates(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-        """Returns uninitialised tensors by FQN, sharded like the states of ``optimizer``."""
         prepared = self._engines.of_optimizer(optimizer)
         if prepared.parts is None:
             return super().templates(optimizer, [prepared.engine])

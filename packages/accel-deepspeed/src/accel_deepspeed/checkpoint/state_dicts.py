@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_backends.ops import state_dicts as states
 from accel_backends.ops.dtensor import gathered, is_dtensor
@@ -263,7 +264,7 @@ def optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout) -> 
         found: dict[str, Any] = {key: layout.sharded(full_of(parts, parameter, key)) for key in keys}
         behind = parts.behind.get(parameter, 0)
         state[name] = {**_copied(numbers.get(_group_of(layout, name), {}), behind=behind), **found}
-    return {STATE: state, GROUPS: _options(engine, layout)}
+    return {STATE: state, GROUPS: group_options(engine.basic_optimizer, layout.groups)}
 
 
 def load_optimizer_state(engine: Any, parts: Partitions, layout: PartitionLayout, state: Mapping[str, Any]) -> None:
@@ -394,12 +395,10 @@ def _behind(saved: Mapping[str, Any], names: Sequence[str], number: Mapping[str,
     return {name: steps for name, steps in missed.items() if steps}
 
 
-def _options(engine: Any, layout: PartitionLayout) -> list[dict[str, Any]]:
+def group_options(optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Returns the options of each group, with the FQNs of its parameters."""
-    return [
-        {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}
-        for group, names in zip(engine.basic_optimizer.param_groups, layout.groups, strict=True)
-    ]
+    pairs = zip(optimizer.param_groups, groups, strict=True)
+    return [{**group, PARAMS: list(names)} for group, names in pairs]
 
 
 def _load_options(engine: Any, layout: PartitionLayout, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE
 from accel_deepspeed.config.ds_json import near
-from accel_deepspeed.engine.loss_scale import EngineCounts, scale_state
+from accel_deepspeed.engine.loss_scale import COUNTS, scale_state
 from accel_deepspeed.tensor_parallel.partition_map import PartMap
 from accel_state.errors import CheckpointError
 
@@ -126,7 +126,7 @@ def _read_rank(
         state, optimizer, scale = _partitioned(facts, [one["optimizer_state_dict"] for one in optim])
     for name in _aliases(facts):
         state.pop(name, None)
-    counts = {name: int(facts[name]) for name in EngineCounts.NAMES if name in facts}
+    counts = {name: int(facts[name]) for name in COUNTS if name in facts}
     return Folder(state, optimizer, counts, scale), facts
 
 

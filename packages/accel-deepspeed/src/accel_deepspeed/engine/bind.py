@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,20 +12,14 @@ from torch.optim import Optimizer
 from accel_backends.core.bundle import Bundle
 from accel_backends.ops import state_dicts as states
 from accel_backends.ops.fqn import innermost, named_parameters, sparse_embeddings
-from accel_backends.ops.state_dicts import GROUPS, PARAMS, STATE
+from accel_backends.ops.state_dicts import GROUPS, STATE
 from accel_deepspeed.checkpoint import state_dicts as deepspeed_states
 from accel_deepspeed.config.ds_json import ZERO, find
 from accel_deepspeed.config.dummies import DummyOptim, DummyScheduler
 from accel_deepspeed.config.plugin import DeepSpeedConfig
 from accel_deepspeed.config.resolve_auto import RunFacts, settle, width_of
 from accel_deepspeed.engine.activation_checkpointing import guard_checkpointing
-from accel_deepspeed.engine.engine import (
-    Prepared,
-    forget_first_step,
-    keep_values,
-    start_engine,
-    take_engine,
-)
+from accel_deepspeed.engine.engine import Prepared, forget_first_step, keep_values, start_engine, take_engine
 from accel_deepspeed.engine.foreign_steps import GivenSteps
 from accel_deepspeed.engine.moe import check_experts, check_scheduled, expert_groups, mark_leaf_modules
 from accel_deepspeed.engine.optimizers import (
@@ -39,31 +33,16 @@ from accel_deepspeed.engine.optimizers import (
 )
 from accel_deepspeed.engine.zero_init import partitioned
 from accel_deepspeed.library import DISK, build_operation
-from accel_deepspeed.tensor_parallel.autotp import Layers, kinds_of, settle_cuts
+from accel_deepspeed.tensor_parallel.autotp import kinds_of, settle_cuts
 from accel_deepspeed.tensor_parallel.replicated_gradients import FirstGradients
 from accel_deepspeed.tensor_parallel.shards import is_cut
-from accel_precision.options import GradScalerKwargs
-from accel_precision.policy import PrecisionPolicy
 from accel_state.errors import PrepareError
 from accel_state.logging import get_logger
 
 if TYPE_CHECKING:
-    from accel_state.session import Session
+    from accel_deepspeed.backend import DeepSpeedBackend
 
 _log = get_logger(__name__)
-
-
-class Owner(Protocol):
-    """Attributes of the backend that binding uses."""
-
-    session: "Session"
-    policy: PrecisionPolicy
-    device: torch.device
-    scaler_options: GradScalerKwargs | None
-    _options: DeepSpeedConfig
-    _layers: Layers
-
-    def _layout(self, prepared: Prepared) -> Any: ...
 
 
 def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
@@ -106,11 +85,7 @@ def check_bundle_pieces(options: DeepSpeedConfig, bundle: Bundle) -> None:
 
 
 def check_sparse(model: nn.Module) -> None:
-    """Refuses trainable embeddings with sparse gradients, which ZeRO cannot shard.
-
-    Raises:
-        PrepareError: with the name of the module.
-    """
+    """Raises PrepareError for trainable embeddings with sparse gradients, which ZeRO cannot shard."""
     for name, module in sparse_embeddings(model):
         if module.weight.requires_grad:
             raise PrepareError(
@@ -120,11 +95,7 @@ def check_sparse(model: nn.Module) -> None:
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuses float64 parameters, which an engine would silently round to fp32.
-
-    Raises:
-        PrepareError: with the parameter and the strategies that train in float64.
-    """
+    """Raises PrepareError for float64 parameters, which an engine would silently round to fp32."""
     wide = [name for name, parameter in named_parameters(model).items() if parameter.dtype == torch.float64]
     if wide:
         raise PrepareError(
@@ -134,18 +105,17 @@ def check_values(model: nn.Module) -> None:
         )
 
 
-def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
+def bind_model(owner: "DeepSpeedBackend", bundle: Bundle) -> tuple[Prepared, Bundle]:
     """Creates the engine of a bundle's model; returns it, and the bundle with the engine's optimizer and schedulers.
 
     Collective: every rank of the group must call this.
     """
-    options, session = owner._options, owner.session
+    options, session = owner.options, owner.session
     model = bundle.models[0]
     given = bundle.optimizers[0] if bundle.optimizers else None
     parameters = named_parameters(model)
     config, origins = settle(options.deepspeed_config, _run_of(owner, bundle, parameters))
-    for key, origin in origins.items():
-        options.origins[key] = origin
+    options.origins.update(origins)
     guard_checkpointing(innermost(model), config)
     mark_leaf_modules(innermost(model), options.transformer_moe_cls_names)
     values = _fp32_values(config, parameters)
@@ -160,11 +130,11 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
     groups = () if given is None else group_names(optimizer or given, parameters)
     if bundle.placed[0] and not _partitioned(parameters):
         model.to(owner.device)
-    owner._layers.gather_in(model)
+    owner.layers.gather_in(model)
     kinds = kinds_of(innermost(model))
     engine = start_engine(session, model, optimizer, config if given is not None else _without_training(config))
     made = engine.lr_scheduler
-    handles = settle_cuts(engine, kinds) if owner._layers.size > 1 else []
+    handles = settle_cuts(engine, kinds) if owner.layers.size > 1 else []
     prepared = take_engine(engine, groups, owner.policy, _clip(config, options))
     prepared.handles += handles
     if prepared.optimizer is not None:
@@ -174,7 +144,7 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
     prepared.saves_16bit = bool(options.zero3_save_16bit_model)
     if prepared.parts is not None:
         forget_first_step(prepared)
-        keep_values(prepared, values, session)
+        keep_values(prepared.engine, prepared.parts, values)
         prepared.parts.refresh()
     if started:
         _load_started(owner, prepared, started)
@@ -187,20 +157,20 @@ def bind_model(owner: Owner, bundle: Bundle) -> tuple[Prepared, Bundle]:
 
 
 @contextmanager
-def zero3_init(owner: Owner) -> Iterator[None]:
+def zero3_init(owner: "DeepSpeedBackend") -> Iterator[None]:
     """Context in which modules are partitioned as soon as they are built.
 
     Collective: every rank of the group must call this.
     """
     run = RunFacts(
-        owner.policy, _data_ranks(owner), device_type=owner.device.type, tensor_parallel_size=owner._layers.size
+        owner.policy, _data_ranks(owner), device_type=owner.device.type, tensor_parallel_size=owner.layers.size
     )
-    config, _ = settle(owner._options.deepspeed_config, run)
+    config, _ = settle(owner.options.deepspeed_config, run)
     with partitioned(owner.session, config):
         yield
 
 
-def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]) -> RunFacts:
+def _run_of(owner: "DeepSpeedBackend", bundle: Bundle, parameters: Mapping[str, nn.Parameter]) -> RunFacts:
     """Collects the facts about the run."""
     optimizer = bundle.optimizers[0] if bundle.optimizers else None
     dummy = optimizer if isinstance(optimizer, DummyOptim) else None
@@ -212,23 +182,23 @@ def _run_of(owner: Owner, bundle: Bundle, parameters: Mapping[str, nn.Parameter]
         elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values() if p.requires_grad),
         hidden_size=width_of(getattr(innermost(bundle.models[0]), "config", None)),
         batch_sizes=bundle.batch_sizes,
-        smallest=owner._options.is_train_batch_min,
+        smallest=owner.options.is_train_batch_min,
         rates=None if dummy is None else {"lr": dummy.lr, "weight_decay": dummy.weight_decay},
         steps=steps,
         scaler=owner.scaler_options,
         device_type=owner.device.type,
-        tensor_parallel_size=owner._layers.size,
+        tensor_parallel_size=owner.layers.size,
     )
 
 
-def _data_ranks(owner: Owner) -> int:
+def _data_ranks(owner: "DeepSpeedBackend") -> int:
     """Returns the data-parallel size: ranks of a sequence- or tensor-parallel group have the same samples."""
-    return owner.session.world_size // (owner._options.sequence_parallel_size * owner._layers.size)
+    return owner.session.world_size // (owner.options.sequence_parallel_size * owner.layers.size)
 
 
-def _first_gradients(owner: Owner, prepared: Prepared) -> FirstGradients | None:
+def _first_gradients(owner: "DeepSpeedBackend", prepared: Prepared) -> FirstGradients | None:
     """Returns the comparison of the first gradients within a tensor-parallel group; None without AutoTP."""
-    group = owner._layers.group
+    group = owner.layers.group
     if group is None or prepared.gradients is None:
         return None
     whole = {name: one for name, one in named_parameters(prepared.engine).items() if not is_cut(one)}
@@ -268,15 +238,13 @@ def _scheduler(scheduler: Any, before: Optimizer, after: Optimizer, made: Any) -
     return made if scheduler.lr_scheduler_callable is None else scheduler.lr_scheduler_callable(after)
 
 
-def _load_started(owner: Owner, prepared: Prepared, started: Mapping[str, Mapping[str, Any]]) -> None:
+def _load_started(owner: "DeepSpeedBackend", prepared: Prepared, started: Mapping[str, Mapping[str, Any]]) -> None:
     """Loads the state of an optimizer that has stepped before ``prepare`` into the engine."""
     assert prepared.optimizer is not None
-    groups = [
-        {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: list(names)}
-        for group, names in zip(prepared.optimizer.param_groups, prepared.groups, strict=True)
-    ]
-    state = {STATE: started, GROUPS: groups}
+    state = {STATE: started, GROUPS: deepspeed_states.group_options(prepared.optimizer, prepared.groups)}
     if prepared.parts is None:
         states.load_optimizer_state(prepared.optimizer, [prepared.engine], state)
     else:
-        deepspeed_states.load_optimizer_state(prepared.engine, prepared.parts, owner._layout(prepared), state)
+        deepspeed_states.load_optimizer_state(
+            prepared.engine, prepared.parts, owner.states.partition_layout(prepared), state
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
@@ -18,7 +19,7 @@ from accel_deepspeed.tensor_parallel.shards import shape_of
 from accel_deepspeed.zero.gradients import Gradients
 from accel_deepspeed.zero.missing_gradients import LeftOut
 from accel_deepspeed.zero.parameter_edits import Edits, NativeLoads, hook_loading
-from accel_deepspeed.zero.partitions import OwnParts, Partitions, parts_of
+from accel_deepspeed.zero.partitions import OwnParts, PartitionedParts, Partitions, ShardedParts, parts_of
 from accel_deepspeed.zero.stage0 import FullGradients
 from accel_deepspeed.zero.stage3 import ShardedGradients
 from accel_deepspeed.zero.stage12 import PartitionedGradients
@@ -72,10 +73,7 @@ class Prepared:
     first: FirstGradients | None = None
 
     def compare_first(self) -> None:
-        """Compares gradients within the tensor-parallel group after the first backward.
-
-        Collective: every rank of the group must call this.
-        """
+        """Compares gradients within the tensor-parallel group after the first backward; collective then."""
         if self.first is not None:
             first, self.first = self.first, None
             first.check(self.engine.device)
@@ -163,25 +161,22 @@ def take_engine(
 
 
 def gradients_of(engine: Any, partitions: Partitions | None) -> Gradients:
-    """Returns the accumulated gradients of an engine whose optimizer ``parts_of`` accepts, by the optimizer's kind."""
-    if hasattr(engine.optimizer, "grad_partitions_flat_buffer"):
+    """Returns the accumulated gradients of an engine, by the kind of its partitions."""
+    if isinstance(partitions, ShardedParts):
         return ShardedGradients(engine, partitions)
-    if hasattr(engine.optimizer, "averaged_gradients"):
+    if isinstance(partitions, PartitionedParts):
         return PartitionedGradients(engine, partitions)
     return FullGradients(engine, partitions)
 
 
-def keep_values(prepared: Prepared, values: Mapping[str, torch.Tensor], session: "Session") -> None:
+def keep_values(engine: Any, parts: Partitions, values: Mapping[str, torch.Tensor]) -> None:
     """Writes rank 0's fp32 values into the master weights, which DeepSpeed creates from rounded weights."""
     import torch.distributed as dist
 
-    parts = prepared.parts
-    if parts is None:
-        return
-    for name, parameter in named_parameters(prepared.engine).items():
+    for name, parameter in named_parameters(engine).items():
         if name in values and parts.holds(parameter):
-            value = values[name].to(prepared.engine.device)
-            if session.world_size > 1:
+            value = values[name].to(engine.device)
+            if dist.get_world_size() > 1:
                 dist.broadcast(value, 0)
             put_full(parts, parameter, value.view(shape_of(parameter)))
 
@@ -231,22 +226,21 @@ def run_backward(engines: list[Prepared], loss: torch.Tensor, *, retain_graph: b
             f"a loss that goes through {len(engines)} engines in fp16, each with a loss scale of its own; nearest: "
             "mixed_precision='bf16'"
         )
-    _through(others, lambda: run_backward([first], loss, retain_graph=retain_graph))
+    run = partial(run_backward, [first], loss, retain_graph=retain_graph)
+    for one in reversed(others):
+        run = partial(_within, one, run)
+    run()
 
 
-def _through(others: list[Prepared], run: Callable[[], None]) -> None:
-    """Runs the first engine's backward within the backward bookkeeping of each other engine."""
-    if not others:
-        run()
-        return
-    one, *rest = others
+def _within(one: Prepared, run: Callable[[], None]) -> None:
+    """Runs a backward within the backward bookkeeping of another engine that it goes through."""
     assert one.gradients is not None
 
-    def inside() -> None:
+    def joined() -> None:
         with joined_backward(one.engine):
-            _through(rest, run)
+            run()
 
-    one.gradients.backward(inside)
+    one.gradients.backward(joined)
     one.compare_first()
 
 

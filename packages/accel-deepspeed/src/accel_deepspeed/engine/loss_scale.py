@@ -1,13 +1,14 @@
 """State of DeepSpeed's loss scale and of its step counters, for checkpoints."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from accel_precision.errors import PrecisionError
 from accel_precision.scaler import LossScaler
 
 SCALE, TRACKER = LossScaler.SCALE, LossScaler.TRACKER
 HYSTERESIS = "cur_hysteresis"
+COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def scale_state(scaler: Mapping[str, Any]) -> dict[str, float | int]:
@@ -25,7 +26,7 @@ class EngineScale:
     """Loss scale of one fp16 engine, in the form of ``LossScaler.state_dict``, so that each loads the other's state.
 
     ``growth_tracker`` counts steps without overflow since the scale changed last. The number of overflows that
-    DeepSpeed tolerates before it lowers the scale is in ``EngineCounts``.
+    DeepSpeed tolerates before it lowers the scale is in ``step_counts``.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -66,26 +67,18 @@ class EngineScale:
         scaler.cur_iter, scaler.last_overflow_iter = int(state[TRACKER]), -1
 
 
-@final
-class EngineCounts:
-    """Step counters of an engine (taken and skipped), which its schedules, logs and own checkpoints use."""
+def step_counts(engine: Any) -> dict[str, int]:
+    """Returns an engine's counters of taken and skipped steps, which its schedules, logs and own checkpoints use."""
+    found = {name: int(getattr(engine, name)) for name in COUNTS}
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    return found | ({HYSTERESIS: int(scaler.cur_hysteresis)} if hasattr(scaler, HYSTERESIS) else {})
 
-    NAMES: ClassVar[tuple[str, ...]] = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def state_dict(self) -> dict[str, int]:
-        """Returns the counters by DeepSpeed's names."""
-        found = {name: int(getattr(self._engine, name)) for name in self.NAMES}
-        scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
-        return found | ({HYSTERESIS: int(scaler.cur_hysteresis)} if hasattr(scaler, HYSTERESIS) else {})
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Sets the counters that ``state`` has."""
-        for name in self.NAMES:
-            if name in state:
-                setattr(self._engine, name, int(state[name]))
-        scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
-        if HYSTERESIS in state and hasattr(scaler, HYSTERESIS):
-            scaler.cur_hysteresis = int(state[HYSTERESIS])
+def set_step_counts(engine: Any, counts: Mapping[str, int]) -> None:
+    """Sets the counters that ``counts`` has."""
+    for name in COUNTS:
+        if name in counts:
+            setattr(engine, name, int(counts[name]))
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    if HYSTERESIS in counts and hasattr(scaler, HYSTERESIS):
+        scaler.cur_hysteresis = int(counts[HYSTERESIS])
