@@ -1,7 +1,7 @@
 """Refusal of reads of ``parameter.grad`` after an engine has partitioned gradients, when ``grad`` is None."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -57,22 +57,18 @@ class Reads:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = [one for one in parameters.values() if type(one) is nn.Parameter]
-        self._hidden = False
+        self._kind: type[nn.Parameter] = nn.Parameter
         for name, parameter in parameters.items():
             if type(parameter) is nn.Parameter:
                 parameter.__dict__[_NAME] = name
 
     def hide(self) -> None:
         """Refuses reads from now on."""
-        if not self._hidden:
-            self._hidden = True
-            _become(self._parameters, ReducedGradient)
+        self._become(ReducedGradient)
 
     def show(self, *_: object) -> None:
         """Allows reads again."""
-        if self._hidden:
-            self._hidden = False
-            _become(self._parameters, nn.Parameter)
+        self._become(nn.Parameter)
 
     def remove(self) -> None:
         """Restores the parameters."""
@@ -80,7 +76,8 @@ class Reads:
         for parameter in self._parameters:
             parameter.__dict__.pop(_NAME, None)
 
-
-def _become(parameters: Iterable[nn.Parameter], kind: type[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.__class__ = kind
+    def _become(self, kind: type[nn.Parameter]) -> None:
+        if kind is not self._kind:
+            self._kind = kind
+            for parameter in self._parameters:
+                parameter.__class__ = kind

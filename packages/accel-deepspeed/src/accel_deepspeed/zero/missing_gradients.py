@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -55,22 +55,22 @@ class Presence:
         return [parameter for parameter, count in pairs if not count and id(parameter) not in self.received]
 
 
-class FlatSlice(NamedTuple):
-    """A parameter's partition on this rank, and the number of steps that it has missed.
+@final
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Values of a parameter's partition before a step.
 
-    ``behind`` is None if the parameter misses this step too.
+    Attributes:
+        part: the partition.
+        behind: number of steps that the parameter has missed; None if it misses this step too.
+        group: options of its param group.
+        weights: copy of the weights.
+        states: copies of the elementwise states.
+        counts: step counters of the flat tensor.
     """
 
     part: Partition
     behind: int | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Values of a slice before a step: weights, elementwise states, and the step counters of its flat tensor."""
-
-    piece: FlatSlice
     group: dict[str, Any]
     weights: torch.Tensor
     states: dict[str, torch.Tensor]
@@ -91,7 +91,7 @@ class LeftOut:
 
     def __init__(self, optimizer: Optimizer, parts: Partitions) -> None:
         self._optimizer, self._parts = optimizer, parts
-        self._pieces: dict[int, list[FlatSlice]] = {}
+        self._pieces: dict[int, list[tuple[Partition, int | None]]] = {}
         self._kept: list[Kept] = []
         self._alone = self._counts = self._stepped = False
 
@@ -114,7 +114,7 @@ class LeftOut:
         for parameter, steps in (*left.items(), *late.items()):
             part = self._parts.part(parameter)
             if part.size and part.flat is not None:
-                self._pieces.setdefault(id(part.flat), []).append(FlatSlice(part, steps))
+                self._pieces.setdefault(id(part.flat), []).append((part, steps))
         self._stepped = False
         before = self._optimizer.register_step_pre_hook(self._keep)
         after = self._optimizer.register_step_post_hook(self._restore)
@@ -146,11 +146,10 @@ class LeftOut:
             for flat in group["params"]:
                 state = optimizer.state.get(flat, {})
                 counts = {key: _copy(value) for key, value in state.items() if not _is_spread(value, flat)}
-                for piece in self._pieces.get(id(flat), ()):
-                    of = piece.part.of
-                    states = {key: of(value).clone() for key, value in state.items() if key not in counts}
+                for part, behind in self._pieces.get(id(flat), ()):
+                    states = {key: part.of(value).clone() for key, value in state.items() if key not in counts}
                     own = {key: value for key, value in group.items() if key != "params"}
-                    self._kept.append(Kept(piece, own, of(flat).clone(), states, counts))
+                    self._kept.append(Kept(part, behind, own, part.of(flat).clone(), states, counts))
 
     def _restore(self, optimizer: Optimizer, *_: object) -> None:
         if self._alone:
@@ -158,7 +157,7 @@ class LeftOut:
         for group in optimizer.param_groups:
             self._counts |= STEP in group or any(STEP in optimizer.state.get(flat, ()) for flat in group["params"])
         for kept in self._kept:
-            part = kept.piece.part
+            part = kept.part
             assert part.flat is not None
             with torch.no_grad():
                 part.of(part.flat).copy_(kept.weights)
@@ -167,13 +166,13 @@ class LeftOut:
                         part.of(value).copy_(kept.states[key])
                     elif _is_spread(value, part.flat):
                         part.of(value).zero_()
-            if kept.piece.behind is not None:
-                self._step_alone(optimizer, kept, kept.piece.behind)
+            if kept.behind is not None:
+                self._step_alone(optimizer, kept, kept.behind)
         self._kept.clear()
 
     def _step_alone(self, optimizer: Optimizer, kept: Kept, behind: int) -> None:
         """Steps a slice with its own step counter."""
-        part = kept.piece.part
+        part = kept.part
         assert part.flat is not None
         assert part.flat.grad is not None
         view = nn.Parameter(part.of(part.flat))

@@ -67,7 +67,7 @@ class Edits:
                 if changed or kept:
                     self._take(parameter, piece)
             elif kept:
-                self._take_piece(parameter, piece)
+                self._to_master(parameter, piece, whole=False)
             elif changed and _starts_at(parameter, piece) < parameter.ds_numel:  # type: ignore[attr-defined]
                 lost.append(name)
         self.forget()
@@ -83,16 +83,15 @@ class Edits:
             start = _starts_at(parameter, piece)
             size = max(0, min(piece.numel(), values.numel() - start))
             piece.narrow(0, 0, size).copy_(values.narrow(0, min(start, values.numel()), size))
-        if self._parts is not None and self._parts.holds(parameter):
-            with self._parts.held(parameter, changed=True) as part:
-                if part.size and part.flat is not None:
-                    _round_to(part.of(part.flat), values.narrow(0, part.start, part.size))
+        self._to_master(parameter, values, whole=True)
 
-    def _take_piece(self, parameter: nn.Parameter, piece: torch.Tensor) -> None:
-        if self._parts is not None and self._parts.holds(parameter):
-            with self._parts.held(parameter, changed=True) as part:
-                if part.size and part.flat is not None:
-                    _round_to(part.of(part.flat), piece.narrow(0, 0, part.size))
+    def _to_master(self, parameter: nn.Parameter, values: torch.Tensor, *, whole: bool) -> None:
+        """Copies the values of a parameter (``whole``), or of this rank's partition, to the master weight."""
+        if self._parts is None or not self._parts.holds(parameter):
+            return
+        with self._parts.held(parameter, changed=True) as part:
+            if part.size and part.flat is not None:
+                _round_to(part.of(part.flat), values.narrow(0, part.start if whole else 0, part.size))
 
 
 def _is_here(parameter: Any) -> bool:

@@ -30,6 +30,7 @@ class PartitionedGradients(Gradients):
         self.offload = bool(self.optimizer.cpu_offload)
         self._aside: list[torch.Tensor] | None = None
         self._begun: dict[int, dict[int, torch.Tensor]] = {}
+        self._trained = [one for group in self.optimizer.bit16_groups for one in group]
         if not self.partitions:  # no backward reduces, so none has to be marked as not the last of a window
             engine.enable_backward_allreduce = False
             engine.set_gradient_accumulation_boundary(True)
@@ -53,7 +54,8 @@ class PartitionedGradients(Gradients):
             self.optimizer.setup_buckets()  # no backward has, after loading a checkpoint within a window
             if self.offload:
                 self.optimizer.accumulated_grads_in_cpu.clear()
-            self._note_present()
+            held = self.optimizer.get_gradient_for_reduction
+            self.presence.add(one for one in self._trained if held(one) is not None)
             if torch.distributed.get_world_size(self.optimizer.dp_process_group) > 1:
                 self._fill_missing()
             self.engine.allreduce_gradients()
@@ -63,16 +65,11 @@ class PartitionedGradients(Gradients):
             self._aside = None
             self.measure()
 
-    def _note_present(self) -> None:
-        of = self.optimizer.get_gradient_for_reduction
-        self.presence.add(one for group in self.optimizer.bit16_groups for one in group if of(one) is not None)
-
     def _fill_missing(self) -> None:
         """Sets zeros for parameters without a gradient, so that all ranks reduce the same parameters."""
-        for group in self.optimizer.bit16_groups:
-            for parameter in group:
-                if parameter.requires_grad and self.optimizer.get_gradient_for_reduction(parameter) is None:
-                    self._set(parameter, torch.zeros_like(parameter, dtype=self.optimizer.gradient_accumulation_dtype))
+        for parameter in self._trained:
+            if parameter.requires_grad and self.optimizer.get_gradient_for_reduction(parameter) is None:
+                self._set(parameter, torch.zeros_like(parameter, dtype=self.optimizer.gradient_accumulation_dtype))
 
     def reopen(self) -> None:
         """Keeps settled gradients aside if the next reduction would replace them."""
@@ -100,14 +97,13 @@ class PartitionedGradients(Gradients):
         optimizer = self.optimizer
         found = list(self._aside or ())
         if not self.partitions:
-            for group in optimizer.bit16_groups:
-                held = [optimizer.get_gradient_for_reduction(parameter) for parameter in group]
-                found += [tensor for tensor in held if tensor is not None]
+            held = map(optimizer.get_gradient_for_reduction, self._trained)
+            found += [tensor for tensor in held if tensor is not None]
         elif self.offload:
             found += optimizer.accumulated_grads_in_cpu.values()
         else:
-            for held in optimizer.all_grad_tensors.values():
-                found += held or ()
+            for tensors in optimizer.all_grad_tensors.values():
+                found += tensors or ()
         for index, group in optimizer.averaged_gradients.items():
             if group is not None and self._has_buffer(index):
                 found.append(group.flat_partition)
@@ -216,7 +212,6 @@ class PartitionedGradients(Gradients):
         self.stepped()
 
     def stepped(self) -> None:
-        """Also drops the gradients kept aside."""
         super().stepped()
         self._aside = None
 
@@ -226,7 +221,6 @@ class PartitionedGradients(Gradients):
         return buffers or (self.partitions and self.offload)
 
     def on_device(self) -> list[torch.Tensor]:
-        """Returns this rank's partition."""
         return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group]
 
     def parts(self) -> dict[int, torch.Tensor]:
