@@ -53,9 +53,9 @@ class ZeroLayout(ReplicatedLayout):
 
     @property
     def sequence_group(self) -> "ProcessGroup | None":
-        """Sequence-parallel group of this rank. The first read is a collective.
+        """Sequence-parallel group of this rank.
 
-        Collective: every rank of the group must call this.
+        Collective on the first read: every rank of the group must call this.
         """
         if self._sequences.size > 1:
             self._open_communication()
@@ -73,9 +73,7 @@ class ZeroLayout(ReplicatedLayout):
     def mesh(self) -> "DeviceMesh | None":
         """One-dimensional mesh of all ranks, over which states are sharded; None for one rank.
 
-        The first read is a collective.
-
-        Collective: every rank of the group must call this.
+        Collective on the first read: every rank of the group must call this.
         """
         if self._mesh is None and self.run.session.world_size > 1:
             from torch.distributed.device_mesh import init_device_mesh

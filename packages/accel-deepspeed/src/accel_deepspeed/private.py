@@ -28,11 +28,7 @@ _GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
 def check_names(deepspeed: Any) -> None:
-    """Refuses a DeepSpeed without the names that have no substitute.
-
-    Raises:
-        BackendError: with the first one, and the version that has it.
-    """
+    """Raises BackendError for a DeepSpeed without the names that have no substitute."""
     for name in (_ONCE, _EACH, _END):
         _check_name(deepspeed.DeepSpeedEngine, name)
 

@@ -35,11 +35,7 @@ class DummyOptim(Optimizer):
         super().__init__(self.params, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Refuses to step: only the optimizer that ``prepare`` returns can step.
-
-        Raises:
-            PrepareError: always.
-        """
+        """Raises PrepareError: only the optimizer that ``prepare`` returns can step."""
         raise PrepareError(
             "DummyOptim stands for the optimizer of a DeepSpeed config, and updates nothing itself: prepare it with "
             "strategy 'deepspeed' and step what prepare returns, or use an optimizer of torch.optim"
@@ -77,11 +73,7 @@ class DummyScheduler:
         self.kwargs = kwargs
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses to step: only the scheduler that ``prepare`` returns can step.
-
-        Raises:
-            PrepareError: always.
-        """
+        """Raises PrepareError: only the scheduler that ``prepare`` returns can step."""
         raise PrepareError(
             "DummyScheduler stands for the scheduler of a DeepSpeed config: prepare it with strategy 'deepspeed' and "
             "step what prepare returns, or use one of torch.optim.lr_scheduler"

@@ -69,11 +69,7 @@ def check_experts(model: nn.Module, stage: int) -> None:
 
 
 def check_experts_are_alike(model: nn.Module) -> None:
-    """Refuses state dicts of a model whose ranks have different experts under the same names.
-
-    Raises:
-        BackendError: with the nearest alternative.
-    """
+    """Raises BackendError for state dicts of a model whose ranks have different experts under the same names."""
     if not _has_experts(model):
         return
     layers = [module for module in model.modules() if any(hasattr(module, name) for name in _OF_EXPERTS)]

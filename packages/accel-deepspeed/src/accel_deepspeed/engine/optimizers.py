@@ -19,11 +19,7 @@ FORCE = "zero_force_ds_cpu_optimizer"
 
 
 def check_pieces(config: Mapping[str, Any], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-    """Refuses optimizers and schedulers that contradict the configuration or each other.
-
-    Raises:
-        PrepareError: with the contradiction, and the setting to leave out.
-    """
+    """Raises PrepareError for optimizers and schedulers that contradict the configuration or each other."""
     if len(optimizers) > 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise PrepareError(
@@ -102,11 +98,7 @@ def _needs_two_backwards(optimizer: Optimizer) -> bool:
 
 
 def check_host(config: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Refuses an optimizer that cannot update offloaded states on the host.
-
-    Raises:
-        PrepareError: with optimizers that can.
-    """
+    """Raises PrepareError for an optimizer that cannot update offloaded states on the host."""
     if not wants_host(config, optimizer) or is_host(optimizer):
         return
     kind = type(optimizer).__name__

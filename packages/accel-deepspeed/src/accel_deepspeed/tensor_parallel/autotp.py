@@ -59,9 +59,7 @@ class Layers:
     def open(self) -> None:
         """Creates DeepSpeed's tensor-parallel groups, which all engines of a process share.
 
-        A collective on the first call.
-
-        Collective: every rank of the group must call this.
+        Collective on the first call: every rank of the group must call this.
 
         Raises:
             BackendError: this process has engines with another tensor-parallel size.

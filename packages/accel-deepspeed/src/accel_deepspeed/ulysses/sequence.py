@@ -39,9 +39,9 @@ class Sequences:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """Sequence-parallel group of this rank; None without sequence parallelism. The first read is a collective.
+        """Sequence-parallel group of this rank; None without sequence parallelism.
 
-        Collective: every rank of the group must call this.
+        Collective on the first read: every rank of the group must call this.
         """
         if self.size > 1 and self._group is None:
             from torch.distributed.device_mesh import init_device_mesh

@@ -76,11 +76,7 @@ class PartOfGradients:
 
 
 def check_clip(prepared: "Prepared", max_norm: float, *, usual: bool) -> None:
-    """Refuses a clip that conflicts with ``gradient_clipping`` of the configuration.
-
-    Raises:
-        BackendError: see the messages.
-    """
+    """Raises BackendError for a clip that conflicts with ``gradient_clipping`` of the configuration."""
     stated, origin = prepared.clip
     if not stated or (usual and stated == max_norm):
         return

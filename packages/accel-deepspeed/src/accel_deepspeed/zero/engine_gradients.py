@@ -45,9 +45,7 @@ class ZeroGradients(ReplicatedGradients):
     def group(self) -> "ProcessGroup | None":
         """Data-parallel group: all ranks of the session, or with AutoTP those with the same shards of the layers.
 
-        The first read is a collective.
-
-        Collective: every rank of the group must call this.
+        Collective on the first read: every rank of the group must call this.
         """
         if self._layers.size == 1:
             return super().group
@@ -171,7 +169,6 @@ class ZeroGradients(ReplicatedGradients):
             _begin_window(own, gradients, present)
 
     def drop(self, model: nn.Module) -> None:
-        """Starts an accumulation window without gradients."""
         gradients = self._of(model)
         if gradients is not None:
             gradients.discard()

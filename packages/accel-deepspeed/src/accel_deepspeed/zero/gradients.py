@@ -141,11 +141,7 @@ class Gradients(ABC):
         self._check()
 
     def _check(self) -> None:
-        """Refuses a step that would silently ignore gradients or parameters.
-
-        Raises:
-            BackendError: see the messages.
-        """
+        """Raises BackendError for a step that would silently ignore gradients or parameters."""
         thawed = [self.names[id(one)] for one in self._frozen if one.requires_grad]
         if thawed:
             raise BackendError(

@@ -111,11 +111,9 @@ class OwnParts(Partitions):
         self._known: frozenset[int] = frozenset()
 
     def part(self, parameter: nn.Parameter) -> Partition:
-        """Returns the full parameter as the only slice."""
         return Partition(0, parameter.numel(), parameter, 0)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is in a param group."""
         if len(self._known) != sum(len(group["params"]) for group in self.optimizer.param_groups):
             self._known = frozenset(self.group_numbers())
         return id(parameter) in self._known
@@ -143,15 +141,12 @@ class CopiedParts(Partitions):
                 offset += size
 
     def part(self, parameter: nn.Parameter) -> Partition:
-        """Returns the master weight of the full parameter."""
         return self._found[id(parameter)]
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter has a master weight."""
         return id(parameter) in self._found
 
     def refresh(self) -> None:
-        """Copies master weights to the model's parameters."""
         for group in self.optimizer.fp16_groups:
             for parameter in group:
                 part = self.part(parameter)
@@ -195,7 +190,6 @@ class PartitionedParts(Partitions):
         return self._groups[id(parameter)]
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is in a param group."""
         return id(parameter) in self._groups
 
     def group(self, parameter: nn.Parameter) -> Any:
@@ -216,18 +210,19 @@ class PartitionedParts(Partitions):
 
 @final
 class ShardedParts(Partitions):
-    """Stage 3: each parameter is split into equal slices over ranks, the last one padded."""
+    """Stage 3: each parameter is split into equal slices over ranks, the last one padded.
+
+    Optimizer tensors that are offloaded to disk are read from it, and written back if they were changed.
+    """
 
     @contextmanager
     def held(self, parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Partition]:
-        """Context with the partition in memory, read from disk and written back if offloaded there."""
         index = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)][0]
         with self._in_memory(index, changed=changed):
             yield self.part(parameter)
 
     @contextmanager
     def opened(self, flat: torch.Tensor) -> Iterator[None]:
-        """Context with the tensor in memory, read from disk and written back if offloaded there."""
         index = next(number for number, one in enumerate(self.flats()) if one is flat)
         with self._in_memory(index, changed=True):
             yield
@@ -252,7 +247,6 @@ class ShardedParts(Partitions):
             flat.grad = None
 
     def part(self, parameter: nn.Parameter) -> Partition:
-        """Returns this rank's slice, without padding."""
         optimizer = self.optimizer
         index, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = size * torch.distributed.get_rank(self.group(parameter))
@@ -269,11 +263,9 @@ class ShardedParts(Partitions):
         return {id(flat): self.optimizer.sub_group_to_group_id[index] for index, flat in enumerate(self.flats())}
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether DeepSpeed updates the parameter."""
         return hasattr(parameter, "ds_id") and self.optimizer.get_param_id(parameter) in self.optimizer.grad_position
 
     def group(self, parameter: nn.Parameter) -> Any:
-        """Returns the process group over which the parameter is partitioned."""
         return getattr(parameter, "ds_process_group", self.optimizer.dp_process_group)
 
     def refresh(self) -> None:

@@ -84,19 +84,15 @@ class FullGradients(Gradients):
         return {name: full_of_shard(p, p.grad.detach().clone()) for name, p in parameters.items() if p.grad is not None}
 
     def begin(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Sets the parameter's ``grad``."""
         parameter.grad = gradient.to(parameter.dtype)
 
     def on_device(self) -> list[torch.Tensor]:
-        """Returns the gradients of the parameters."""
         return list(self.pending())
 
     def pending(self) -> Iterable[torch.Tensor]:
-        """Returns the gradients of the parameters."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def parts(self) -> dict[int, torch.Tensor]:
-        """Returns the gradients of the parameters, by parameter id."""
         return {key: one.grad for key, one in self.parameters.items() if one.grad is not None}
 
     def scaled_norm(self) -> Any:
@@ -118,7 +114,6 @@ class FullGradients(Gradients):
         return square.sqrt()
 
     def discard(self) -> None:
-        """Clears the gradients of the parameters."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self.stepped()

@@ -63,7 +63,6 @@ class ShardedGradients(Gradients):
             buffer.mul_(factor.to(buffer.device, buffer.dtype))
 
     def remove(self) -> None:
-        """Restores the engine's own methods, those for all-gathers included."""
         super().remove()
         if self._gathers is not None:
             self._gathers.remove()
@@ -82,7 +81,6 @@ class ShardedGradients(Gradients):
         self.optimizer.independent_gradient_partition_epilogue()
 
     def on_device(self) -> list[torch.Tensor]:
-        """Returns the buffer."""
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def parts(self) -> dict[int, torch.Tensor]:
@@ -92,7 +90,6 @@ class ShardedGradients(Gradients):
         return dict(zip(map(id, each), slices, strict=True))
 
     def pending(self) -> Iterable[torch.Tensor]:
-        """Returns the buffer."""
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def scaled_norm(self) -> Any:
