@@ -189,6 +189,24 @@ def test_precision_and_configuration_must_agree() -> None:
         settled({"bf16": {"enabled": False}}, policy=BF16)
 
 
+@pytest.mark.parametrize(
+    ("sections", "precision"),
+    [
+        ({"bf16": True}, "bf16"),
+        ({"bfloat16": True, "fp16": False}, "bf16"),
+        ({"bf16": False, "fp16": True}, "fp16"),
+        ({"bf16": False, "fp16": False}, "no"),
+        ({"bfloat16": False, "fp16": False}, "no"),
+        ({"fp16": False}, None),
+        ({}, None),
+    ],
+)
+def test_sections_of_the_configuration_say_a_precision(sections: dict[str, bool], precision: str | None) -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={name: {"enabled": on} for name, on in sections.items()})
+    said = plugin.resolve(facts()).implied.get("mixed_precision")
+    assert (said.value if said else None) == precision
+
+
 def test_loss_scale_options_reach_deepspeed() -> None:
     scaler = GradScalerKwargs(init_scale=1024.0, growth_interval=10)
     config = settled({}, policy=PrecisionPolicy.Named["fp16"], scaler=scaler)
