@@ -13,10 +13,10 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_backends.ops.blocks import blocks_by_class
+from accel_backends.private import TorchDispatchMode
 from accel_precision.autocast import subclass_with
 from accel_precision.options import KwargsHandler
 from accel_state.errors import BackendError, ConfigError, PrepareError, did_you_mean

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 OTHER_KERNELS = "(kernels outside of operators)"
 MERGED, SUMMARY = "profile_merged.json", "profile_summary.txt"
 _RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]\w*")
+# Rows of the profiler's own work, by the names of torch's Kineto, at which torch lists kernels that ran meanwhile.
+_OVERHEADS = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource", "Lazy Function Loading")
 _ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first")
 
@@ -113,7 +115,8 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
 
     torch lists the time of a kernel twice, at the operator that launched it and at the kernel itself. Here it counts at
     the operator; kernels that no operator launched (CUDA graphs, for example) are one row, ``OTHER_KERNELS``. Calls of
-    the device's runtime and annotations are no operators, so kernels that torch lists at them count at neither.
+    the device's runtime, work of the profiler and annotations are no operators, so kernels that torch lists at them
+    count at neither.
     """
     operators, kernels = [], []
     for row in profiler.key_averages():
@@ -139,7 +142,8 @@ def top_operators(profiler: "profile", count: int = 10) -> list[dict[str, Any]]:
 
 
 def _launches_nothing(row: Any) -> bool:
-    return getattr(row, "is_user_annotation", False) or _RUNTIME_CALL.fullmatch(row.key) is not None
+    is_annotation = getattr(row, "is_user_annotation", False)
+    return is_annotation or row.key in _OVERHEADS or _RUNTIME_CALL.fullmatch(row.key) is not None
 
 
 def summary_table(rows: Iterable[dict[str, Any]]) -> str:
