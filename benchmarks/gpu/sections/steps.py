@@ -13,11 +13,11 @@ from benchmarks.gpu.timing import Step, measure
 
 
 def run(bench: Bench) -> None:
+    # First what has a goal.
+    bench.attempt("llama bf16", partial(compared, bench, models.llama(bench), BF16, peers=False))
     host_bound = models.mlp(bench)
     for case in CASES:
         bench.attempt(f"mlp {case.name}", partial(compared, bench, host_bound, case, peers=True))
-    # The largest first among those that are bound by the device: it has the goal.
-    bench.attempt("llama bf16", partial(compared, bench, models.llama(bench), BF16, peers=False))
     for case in (BF16, PLAIN):
         bench.attempt(f"gpt {case.name}", partial(compared, bench, models.gpt(bench), case, peers=case is BF16))
     bench.attempt("memory", partial(memory, bench, models.gpt(bench)), cuda="an allocator that counts its peak")

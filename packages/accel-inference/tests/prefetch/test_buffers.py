@@ -1,10 +1,33 @@
 """Buffers are used again only when nothing refers to them."""
 
+import logging
 import mmap
 
+import pytest
 import torch
 
-from accel_inference.prefetch.buffers import Buffer, BufferPool
+from accel_inference.prefetch import buffers, segments
+from accel_inference.prefetch.buffers import Buffer, BufferPool, PinnedBuffer, new_buffer
+from accel_inference.prefetch.segments import Segment
+from accel_inference.weights.offload_folder import indexed_weight, offload_weight
+from accel_inference.weights.sources import HostWeight
+
+CUDA = torch.device("cuda")
+
+
+class Unpinned(PinnedBuffer):
+    """The same over memory that this machine has."""
+
+    __slots__ = ()
+
+    def __init__(self, nbytes):
+        self.nbytes, self._memory = nbytes, torch.zeros(nbytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def with_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CUDA)
 
 
 def test_a_view_shows_the_bytes():
@@ -42,3 +65,41 @@ def test_the_pool_serves_the_same_size():
     pool.give(buffer)
     pool.drop()
     assert (pool.nbytes, pool.take(1)) == (0, None)
+
+
+def test_buffers_for_an_accelerator_are_pinned(with_accelerator, monkeypatch):
+    monkeypatch.setattr(buffers, "PinnedBuffer", Unpinned)
+    assert isinstance(new_buffer(64, CUDA), Unpinned)
+    assert isinstance(new_buffer(64, torch.device("cpu")), Buffer)
+
+
+def test_memory_that_cannot_be_pinned_is_pageable(with_accelerator, monkeypatch, caplog):
+    def refuse(nbytes):
+        raise RuntimeError("out of memory to pin")
+
+    monkeypatch.setattr(buffers, "PinnedBuffer", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(new_buffer(64, CUDA), Buffer)
+    assert "64 bytes of pinned memory were refused (out of memory to pin)" in caplog.text
+
+
+def test_weights_for_an_accelerator_pass_through_its_buffer(tmp_path, monkeypatch):
+    in_memory, in_file = torch.arange(6.0).view(2, 3), torch.arange(10, dtype=torch.int16)
+    transposed = torch.arange(6.0).view(2, 3).T
+    index = offload_weight(in_file, "w", tmp_path)
+    source = indexed_weight("w", index["w"], tmp_path, {})
+    segment = Segment({"memory": HostWeight(in_memory), "file": source, "transposed": HostWeight(transposed)})
+    segment.buffer = Unpinned(segment.buffer_bytes)
+    begin = segment.buffer._memory.data_ptr()
+    copied = {}
+
+    def copy(tensors, stream):
+        copied.update(tensors)
+        return {key: tensor.clone() for key, tensor in tensors.items()}
+
+    monkeypatch.setattr(segments, "copied", copy)
+    segment.read(object())
+    assert copied.pop("transposed") is transposed
+    assert all(begin <= tensor.data_ptr() < begin + segment.buffer_bytes for tensor in copied.values())
+    assert torch.equal(segment.tensors["memory"], in_memory)
+    assert torch.equal(segment.tensors["file"], in_file)

@@ -1,10 +1,12 @@
 """Buffers in host memory that weights are read into, again and again."""
 
+import logging
 import mmap
 import sys
 
 import torch
 
+_LOG = logging.getLogger(__name__)
 _HUGE = 2 * 2**20
 
 
@@ -37,11 +39,53 @@ class Buffer:
         return sys.getrefcount(self._memory) <= self._references
 
 
+class PinnedBuffer:
+    """Pinned memory, which an accelerator copies at the speed of its link; its tensors are copied before it is reused.
+
+    Raises:
+        RuntimeError: the system refuses to pin so much.
+    """
+
+    __slots__ = ("_memory", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over the bytes at ``offset``."""
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return self._memory[offset : offset + count].view(dtype).view(shape)
+
+    def bytes_at(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes at ``offset``."""
+        return self._memory[offset : offset + nbytes].numpy().data
+
+    @property
+    def is_unused(self) -> bool:
+        """Always true: the accelerator has copies of the tensors over this memory."""
+        return True
+
+
+AnyBuffer = Buffer | PinnedBuffer
+
+
+def new_buffer(nbytes: int, device: torch.device) -> AnyBuffer:
+    """A buffer for weights that are used on ``device``: pinned for the process's accelerator, if the system permits."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and device.type == accelerator.type and device.type != "mps":
+        try:
+            return PinnedBuffer(nbytes)
+        except RuntimeError as error:
+            _LOG.warning("%d bytes of pinned memory were refused (%s); copies take longer", nbytes, error)
+    return Buffer(nbytes)
+
+
 class BufferPool:
     """Unused buffers by size; new memory costs a page fault for every page that is written first."""
 
     def __init__(self) -> None:
-        self._unused: dict[int, list[Buffer]] = {}
+        self._unused: dict[int, list[AnyBuffer]] = {}
         self.nbytes = 0
         """Bytes of the buffers in the pool."""
 
@@ -54,7 +98,7 @@ class BufferPool:
         """Whether there is an unused buffer of the size for ``nbytes``."""
         return bool(self._unused.get(self.rounded(nbytes)))
 
-    def take(self, nbytes: int) -> Buffer | None:
+    def take(self, nbytes: int) -> AnyBuffer | None:
         """An unused buffer of the size for ``nbytes``, if there is one."""
         found = self._unused.get(self.rounded(nbytes))
         if not found:
@@ -63,7 +107,7 @@ class BufferPool:
         self.nbytes -= buffer.nbytes
         return buffer
 
-    def give(self, buffer: Buffer) -> None:
+    def give(self, buffer: AnyBuffer) -> None:
         """Keeps a buffer for the next of its size; one that still has tensors is dropped and ends with them."""
         if buffer.is_unused:
             self._unused.setdefault(buffer.nbytes, []).append(buffer)

@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from accel_inference.prefetch.buffers import Buffer, BufferPool
+from accel_inference.prefetch.buffers import BufferPool, new_buffer
 from accel_inference.prefetch.order import BlockOrder, next_uses
 from accel_inference.prefetch.segments import Segment, SegmentState, WeightBlock, new_block
 from accel_inference.weights.sources import Source
@@ -86,6 +87,14 @@ class Prefetcher:
         self._held = 0
         self._holder: int | None = None
         self._counts = PrefetchCounts()
+
+    @cached_property
+    def _stream(self) -> torch.Stream | None:
+        """Stream of all copies: torch's allocator keeps freed memory for the stream that it was allocated on."""
+        if self.device.type == "cpu":
+            return None
+        stream: torch.Stream = torch.get_device_module(self.device).Stream(self.device)
+        return stream
 
     @property
     def budget(self) -> int:
@@ -214,7 +223,7 @@ class Prefetcher:
 
     def _read(self, segment: Segment, *, in_advance: bool = False) -> None:
         with self._leaving_reading(segment):
-            segment.read(self.device)
+            segment.read(self._stream)
             size = sum(weight.nbytes for weight in segment.weights.values())
             with self._changed:
                 counts = self._counts
@@ -284,7 +293,7 @@ class Prefetcher:
             else:
                 return False
         if segment.buffer_bytes:
-            segment.buffer = self._pool.take(segment.buffer_bytes) or Buffer(segment.buffer_bytes)
+            segment.buffer = self._pool.take(segment.buffer_bytes) or new_buffer(segment.buffer_bytes, self.device)
         self._memory += segment.nbytes
         self._absent -= 1
         resident = self._resident()

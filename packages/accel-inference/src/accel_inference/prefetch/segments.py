@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from accel_inference.prefetch.buffers import Buffer, BufferPool
+from accel_inference.prefetch.buffers import AnyBuffer, BufferPool, PinnedBuffer
 from accel_inference.weights.mapped_files import mapped_offloaded, may_be_mapped
 from accel_inference.weights.sources import FileWeight, HostWeight, Source
 from accel_state.errors import CheckpointCorruptError
+from accel_state.pytree.composite import is_composite
 
 _ALIGNMENT = 64
 """As torch aligns memory on the CPU; kernels may round otherwise if alignment differs."""
@@ -37,7 +38,7 @@ class Segment:
     """Blocks with weights of the segment that compute now."""
     in_advance: bool = False
     """Whether it was queued by a prediction and has not been used since."""
-    buffer: Buffer | None = None
+    buffer: AnyBuffer | None = None
     tensors: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @property
@@ -51,8 +52,8 @@ class Segment:
         read = [_aligned(weight.nbytes) for key, weight in self.weights.items() if key not in self.mapped]
         return BufferPool.rounded(sum(read)) if read else 0
 
-    def read(self, device: torch.device) -> None:
-        """Maps or reads the weights, and makes the tensors over them, or copies of them on an accelerator."""
+    def read(self, stream: torch.Stream | None) -> None:
+        """Maps or reads the weights and makes the tensors over them, or with a ``stream`` copies on its device."""
         tensors: dict[Hashable, Tensor] = {}
         offset = 0
         # The modes of the thread that reads must not show in the weights.
@@ -63,8 +64,8 @@ class Segment:
                     continue
                 tensors[key] = self._read_one(weight, offset).to(weight.dtype)
                 offset += _aligned(weight.nbytes)
-            if device.type != "cpu":
-                tensors = copied(tensors, device)
+            if stream is not None:
+                tensors = copied(tensors, stream)
         self.tensors = tensors
 
     def check(self) -> None:
@@ -79,9 +80,13 @@ class Segment:
                 raise CheckpointCorruptError(f"{weight.file.path} was written to while its weight was in use")
 
     def _read_one(self, weight: Source, offset: int) -> Tensor:
-        if isinstance(weight, HostWeight):
-            return weight.tensor
         assert self.buffer is not None
+        if isinstance(weight, HostWeight):
+            tensor = weight.tensor
+            is_plain = not is_composite(tensor) and tensor.is_contiguous()  # a copy has the same strides
+            if not is_plain or tensor.is_pinned() or not isinstance(self.buffer, PinnedBuffer):
+                return tensor
+            return self.buffer.view(offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         with self.buffer.bytes_at(offset, weight.nbytes) as target:
             weight.file.read_into(target, weight.offset)
         return self.buffer.view(offset, weight.shape, weight.stored)
@@ -104,12 +109,10 @@ class WeightBlock:
         return {**self.direct, **{name: segment.tensors[key] for name, (segment, key) in self.names.items()}}
 
 
-def copied(tensors: Mapping[Hashable, Tensor], device: torch.device) -> dict[Hashable, Tensor]:
-    """Copies on an accelerator; they are complete when this returns, and the device computes meanwhile."""
-    module = torch.get_device_module(device)
-    stream = module.Stream(device)
-    with module.stream(stream):
-        made = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+def copied(tensors: Mapping[Hashable, Tensor], stream: torch.Stream) -> dict[Hashable, Tensor]:
+    """Copies on the device of ``stream``; they are complete when this returns, and the device computes meanwhile."""
+    with torch.get_device_module(stream.device).stream(stream):
+        made = {key: tensor.to(stream.device, non_blocking=True) for key, tensor in tensors.items()}
     stream.synchronize()
     return made
 
