@@ -16,6 +16,7 @@ from accel_planner.errors import PlanError
 from accel_planner.profile import layer_compression as folding
 from accel_planner.profile.example_inputs import Batch, Loss, guessed_loss, tokens
 from accel_planner.profile.gpu_autocast import autocast_lists_of
+from accel_planner.profile.gpu_norms import norms_of
 from accel_planner.profile.models import Constructor, buffer_bytes, build, fake_copy, stored_dtype
 from accel_planner.profile.profile import ModelProfile, ParameterFact, Timeline, Variant
 from accel_planner.profile.trace import trace
@@ -49,7 +50,7 @@ def profile_model(
         loss: function of the model and a batch; None guesses one (see ``example_inputs.guessed_loss``).
         policy: the precision.
         config: options for finding the units (see ``FSDPConfig``).
-        device_type: type of the devices, on which depends what autocast computes in fp32.
+        device_type: type of the devices, on which depends what autocast computes in fp32 and what norms keep.
 
     Raises:
         PlanError: the model cannot be built or copied, or the batch does not fit it.
@@ -176,7 +177,7 @@ class _Profiler:
         with mode:
             value = batch.fake(self.policy.compute if variant.native or self.policy.true else None)
             known = [*kept.values(), *copied.buffers(), *_leaves(value)]
-        with autocast_lists_of(self.device_type):
+        with autocast_lists_of(self.device_type), norms_of(self.device_type):
             return trace(
                 copied, lambda: _explained(loss, callable_, value), units=units, unit_of=unit_of, known=known, fake=mode
             )
