@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from benchmarks.gpu.timing import block
 
 
 def run(bench: Bench) -> None:
+    bench.attempt("snapshot", partial(snapshot, bench))
     for gigabytes in (4, 12):
         size = bench.pick(gigabytes * 10**9, gigabytes * 10**5)
         place, kind = roomy(bench, size)
@@ -22,6 +24,24 @@ def run(bench: Bench) -> None:
         bench.attempt(label, partial(saved, bench, label, size, place))
     size = bench.pick(4 * 10**9, 4 * 10**5)
     bench.attempt("4 GB to disk", partial(saved, bench, "4 GB to disk", size, bench.folder))
+
+
+def snapshot(bench: Bench) -> None:
+    """Rate of a save's copy into host memory, by the number of its threads: on a GPU, of emptying the pinned blocks."""
+    from accel_ckpt.saving.host_snapshot import copy_into
+
+    size = bench.pick(2**31, 2**20)
+    tensors = [torch.zeros(size // 32, dtype=torch.uint8, device=bench.device) for _ in range(32)]
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    for threads in (1, 4, 8, 16):
+        taken = []
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(3):
+                bench.synchronize()
+                began = time.perf_counter()
+                copy_into(buffer, tensors, threads=threads, pool=pool)
+                taken.append(time.perf_counter() - began)
+        bench.row("snapshot", f"bandwidth with {threads} threads", size / min(taken) / 1e9, "GB/s")
 
 
 def roomy(bench: Bench, size: int) -> tuple[Path, str]:
