@@ -26,24 +26,29 @@ def snapshot(value: Any) -> Any:
     tensor = detach()
     if tensor.device.type == "cpu":
         return tensor.item() if tensor.numel() == 1 else tensor.clone()
-    return _OnDevice(tensor.clone())
+    return _OnDevice(tensor)
 
 
 @final
 class _OnDevice:
-    """Copy on an accelerator that may still be computing."""
+    """Copy of an accelerator's tensor to pinned host memory, in the order of the stream that computes the tensor.
 
-    __slots__ = ("_ready", "_tensor")
+    A copy that began in ``take`` would follow all that the loop has issued until then.
+    """
+
+    __slots__ = ("_host", "_ready")
 
     def __init__(self, tensor: "torch.Tensor") -> None:
         import torch
 
-        self._tensor = tensor
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
         self._ready: Any = torch.accelerator.current_stream(tensor.device).record_event()
 
     def take(self) -> Any:
+        """Returns the tensor on the host, once the copy is done."""
         self._ready.synchronize()
-        return self._tensor.cpu()
+        return self._host
 
 
 def plain(value: Any) -> Any:
