@@ -254,10 +254,7 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         attention = None if degrees.sp_handler is None else degrees.sp_handler.sp_attn_implementation
         if degrees.non_data_parallel_size > 1 or attention is not None:
             config = self._copied()  # the user's own options stay as they are
-        for plugin in config.plugins.values() or (config,):
-            set_axis_size(plugin, "sp", degrees.size("sp"))
-            set_axis_size(plugin, "tp", degrees.size("tp"))
-            plugin.sequence_attention = attention
+        config.set_axis_sizes(sequences=degrees.size("sp"), layers=degrees.size("tp"), attention=attention)
         return Resolution(config, layout(config, degrees, facts.topology.world_size), implied)
 
     def _with_plan(self, options: Mapping[str, Any]) -> Self:
@@ -292,6 +289,19 @@ class DeepSpeedConfig(AutoValues, BackendConfig):
         """Size of a tensor-parallel group."""
         found = find(self.deepspeed_config, LAYERS)
         return 1 if _unset(found) else max(1, as_number(LAYERS, found))
+
+    def set_axis_sizes(self, *, sequences: int, layers: int, attention: str | None) -> None:
+        """Sets the sizes of sequence-parallel and tensor-parallel groups, in every plugin of the run.
+
+        ``attention``: attention function of Transformers to use with sequence parallelism.
+
+        Raises:
+            ConfigError: these options, or another plugin's, have other values; or the planner chooses the stage.
+        """
+        for plugin in self.plugins.values() or (self,):
+            set_axis_size(plugin, "sp", sequences)
+            set_axis_size(plugin, "tp", layers)
+            plugin.sequence_attention = attention
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
