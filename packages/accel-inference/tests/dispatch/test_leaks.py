@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -84,3 +86,32 @@ def test_a_model_that_ends_takes_its_weights_and_its_thread_with_it(removed, tmp
         assert reader not in threading.enumerate()
     gc.collect()
     assert [one() is None for one in ends] == [not removed, True, True]
+
+
+ENDS_WHILE_READING = """
+import sys
+import torch
+from torch import nn
+from accel_inference import disk_offload
+from accel_inference.prefetch.segments import Segment
+
+read = Segment.read
+
+def slowly(segment, stream):
+    read(segment, stream)
+    for _ in range(20):
+        torch.ones(400, 400) @ torch.ones(400, 400)
+
+Segment.read = slowly
+model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))
+disk_offload(model, sys.argv[1], resident_bytes=100_000)
+with torch.no_grad():
+    model(torch.ones(1, 64))
+"""
+
+
+def test_a_program_that_ends_while_weights_are_read_ends_well(tmp_path):
+    for number in range(3):  # it aborted in five runs of six
+        folder = tmp_path / str(number)
+        ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_READING, folder], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (0, "")

@@ -78,6 +78,7 @@ class Prefetcher:
         self._pool = BufferPool()
         self._changed = threading.Condition()
         self._reader: threading.Thread | None = None
+        self._end_of_reader: weakref.finalize[..., Prefetcher] | None = None
         self._absent = 0
         """Segments that are neither resident nor on their way."""
         self._ahead = 0
@@ -341,16 +342,25 @@ class Prefetcher:
         if not self._queue:
             return
         if self._reader is None or not self._reader.is_alive():
-            self._reader = threading.Thread(
-                target=_read_in_background, args=(weakref.ref(self),), name="accel weight reader", daemon=True
-            )
-            self._reader.start()
+            self._start_reader()
         self._changed.notify_all()
 
-    def _next_job(self) -> Segment | None:
-        """The next segment to read, marked so; None after a while without one, when the reader thread ends."""
+    def _start_reader(self) -> None:
+        """Starts the reader thread, which ends with the prefetcher, and before the interpreter does."""
+        if self._end_of_reader is not None:
+            self._end_of_reader.detach()
+        ending = threading.Event()
+        self._reader = threading.Thread(
+            target=_read_in_background, args=(weakref.ref(self), ending), name="accel weight reader", daemon=True
+        )
+        self._end_of_reader = weakref.finalize(self, _end_reader, self._reader, ending, self._changed)
+        self._reader.start()
+
+    def _next_job(self, ending: threading.Event) -> Segment | None:
+        """The next segment to read, marked so; None at the end or after a while without one, when the thread ends."""
         with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._queue), timeout=_IDLE):
+            self._changed.wait_for(lambda: bool(self._queue) or ending.is_set(), timeout=_IDLE)
+            if ending.is_set() or not self._queue:
                 self._reader = None
                 return None
             segment = self._queue.popleft()
@@ -358,9 +368,18 @@ class Prefetcher:
             return segment
 
 
-def _read_in_background(prefetcher: "weakref.ref[Prefetcher]") -> None:
+def _end_reader(reader: threading.Thread, ending: threading.Event, changed: threading.Condition) -> None:
+    """Ends the reader thread after what it reads; one that left torch during finalization would abort the process."""
+    if reader is not threading.current_thread():
+        with changed:
+            ending.set()
+            changed.notify_all()
+        reader.join()
+
+
+def _read_in_background(prefetcher: "weakref.ref[Prefetcher]", ending: threading.Event) -> None:
     """The reader thread; it holds its prefetcher only while it works or waits for work."""
-    while (found := prefetcher()) is not None and (segment := found._next_job()) is not None:
+    while (found := prefetcher()) is not None and (segment := found._next_job(ending)) is not None:
         # The caller who needs a segment that could not be read reads it again, and gets the error.
         with suppress(Exception):
             found._read(segment, in_advance=True)
