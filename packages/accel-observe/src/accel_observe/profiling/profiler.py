@@ -19,7 +19,19 @@ OTHER_KERNELS = "(kernels outside of operators)"
 MERGED, SUMMARY = "profile_merged.json", "profile_summary.txt"
 _RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]\w*")
 # Rows of the profiler's own work, by the names of torch's Kineto, at which torch lists kernels that ran meanwhile.
-_OVERHEADS = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource", "Lazy Function Loading")
+_OVERHEADS = frozenset(
+    (
+        "Activity Buffer Request",
+        "Buffer Flush",
+        "Command Buffer Full",
+        "Driver Compiler",
+        "Instrumentation",
+        "Lazy Function Loading",
+        "Resource",
+        "Runtime Triggered Module Loading",
+        "UVM Activity Init",
+    )
+)
 _ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first")
 
