@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+# torch documents dispatch modes under this name and has no other, so nothing takes its place.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from accel_state.errors import BackendError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import accel_ckpt
 from accel_ckpt.format.tensors import byte_view
 from accel_ckpt.io import pinned_ring
-from accel_ckpt.io.pinned_ring import PinnedRing, host_pieces, uses_ring
+from accel_ckpt.io.pinned_ring import PinnedRing, host_pieces
 from accel_ckpt.loading import tensor_reader
 from accel_ckpt.saving import host_snapshot
 from accel_ckpt.saving.host_snapshot import copy_into
@@ -85,7 +85,6 @@ def test_a_copy_is_waited_for_on_the_stream_of_its_tensors_device(monkeypatch: p
 
 
 def test_saves_snapshots_and_loads_pass_through_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not uses_ring(torch.device("cpu"))
     passed: list[int] = []
     to_host, to_device = PinnedRing.to_host, PinnedRing.to_device
 
@@ -100,7 +99,7 @@ def test_saves_snapshots_and_loads_pass_through_the_ring(tmp_path: Path, monkeyp
     monkeypatch.setattr(PinnedRing, "to_host", counted_to_host)
     monkeypatch.setattr(PinnedRing, "to_device", counted_to_device)
     for module in (pinned_ring, host_snapshot, tensor_reader):
-        monkeypatch.setattr(module, "uses_ring", lambda device: device.type == "cpu")
+        monkeypatch.setattr(module, "uses_pinned_memory", lambda device: device.type == "cpu")
     state = {f"t{number}": tensor for number, tensor in enumerate(tensors_of([5, 1, 9, 2, 3]))}
     checkpoint = accel_ckpt.save(tmp_path / "one", {"model": state})
     assert passed == [5]

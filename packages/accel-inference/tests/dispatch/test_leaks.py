@@ -99,19 +99,17 @@ read = Segment.read
 
 def slowly(segment, stream):
     read(segment, stream)
-    for _ in range(20):
+    for _ in range(200):
         torch.ones(400, 400) @ torch.ones(400, 400)
 
 Segment.read = slowly
-model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))
-disk_offload(model, sys.argv[1], resident_bytes=100_000)
+model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+disk_offload(model, sys.argv[1], resident_bytes=40_000)
 with torch.no_grad():
     model(torch.ones(1, 64))
 """
 
 
 def test_a_program_that_ends_while_weights_are_read_ends_well(tmp_path):
-    for number in range(3):  # it aborted in five runs of six
-        folder = tmp_path / str(number)
-        ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_READING, folder], capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr) == (0, "")
+    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_READING, tmp_path], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

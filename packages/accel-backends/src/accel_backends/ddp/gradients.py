@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends.ddp.find import find_ddp
-from accel_backends.ops.averaging import average_tensors, averaged, brought_by_any
+from accel_backends.ops.averaging import average_tensors, brought_by_any
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
 
@@ -31,16 +31,13 @@ class DDPGradients(ReplicatedGradients):
         """Averages gradients; a parameter that has one on some ranks only counts as zero on the others."""
         if self.ranks == 1 or find_ddp(model) is None:
             return
-        held = self.unreduced(model)
-        brought = brought_by_any(held, self.group)
+        brought = brought_by_any(self.unreduced(model), self.group)
+        means = []
         for name, parameter in named_parameters(model).items():
-            if name not in brought:
-                continue
-            total = averaged(held.get(name), torch.zeros_like(parameter), self.group)
-            if parameter.grad is None:
-                parameter.grad = total
-            else:  # it may be a view of a bucket
-                parameter.grad.copy_(total)
+            if name in brought:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                means.append(parameter.grad)
+        average_tensors(means, self.group)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
         """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are equal on all ranks."""

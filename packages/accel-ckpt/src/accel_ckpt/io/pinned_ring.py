@@ -5,7 +5,6 @@ memory of a checkpoint's size is no alternative, because torch rounds it up to a
 blocks suffice: while the CPU empties one, the accelerator fills the others.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -14,8 +13,8 @@ import torch
 
 from accel_ckpt.format.tensors import byte_view, host_copy
 from accel_state.device.huge_pages import new_tensor
+from accel_state.device.pinned import pinned_bytes, uses_pinned_memory
 
-_LOG = logging.getLogger(__name__)
 _BLOCK = 32 * 2**20
 _COUNT = 4
 _Wait = Callable[[], object]
@@ -66,17 +65,10 @@ class PinnedRing:
     def _take(self) -> torch.Tensor:
         """Takes the block that was used the longest time ago, once its copy is done."""
         if not self._blocks:
-            self._blocks += [(_pinned(self._size), _nothing) for _ in range(self._count)]
+            self._blocks += [(pinned_bytes(self._size), _nothing) for _ in range(self._count)]
         block, wait = self._blocks.popleft()
         wait()
         return block
-
-
-def uses_ring(device: torch.device) -> bool:
-    """Whether tensors of ``device`` pass through pinned memory: those of the process's accelerator that has streams."""
-    if device.type in ("cpu", "meta", "mps") or not torch.accelerator.is_available():
-        return False
-    return device.type == torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
 
 
 def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
@@ -84,26 +76,16 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
     ring = PinnedRing()
     waiting = deque(tensors)
     while waiting:
-        if not uses_ring(waiting[0].device):
+        if not uses_pinned_memory(waiting[0].device):
             yield byte_view(host_copy(waiting.popleft()))
             continue
         together = []
-        while waiting and uses_ring(waiting[0].device):
+        while waiting and uses_pinned_memory(waiting[0].device):
             together.append(waiting.popleft())
         for view in ring.to_host(together):
             kept = byte_view(new_tensor((len(view),), torch.uint8))
             kept[:] = view
             yield kept
-
-
-def _pinned(size: int) -> torch.Tensor:
-    """Allocates pinned memory; pageable memory, with a warning, if the system refuses to pin more."""
-    if torch.accelerator.is_available():
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
-        except RuntimeError as error:
-            _LOG.warning("%d MiB of pinned memory were refused (%s); copies take longer", size >> 20, error)
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _pieces(tensors: Sequence[torch.Tensor], size: int) -> Iterator[torch.Tensor]:

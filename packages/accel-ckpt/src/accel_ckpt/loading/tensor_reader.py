@@ -22,7 +22,7 @@ from accel_ckpt.format.tensors import (
     own_memory,
     row_major,
 )
-from accel_ckpt.io.pinned_ring import PinnedRing, uses_ring
+from accel_ckpt.io.pinned_ring import PinnedRing
 from accel_ckpt.io.storage import Storage
 from accel_ckpt.io.thread_pool import Seat, run_jobs
 from accel_ckpt.loading.cooperative_read import Parts, Place, RankReads, assign_verifiers, read_for_all, wanted_by_all
@@ -30,6 +30,7 @@ from accel_ckpt.loading.opened_files import OpenedFiles
 from accel_ckpt.private import shard_of
 from accel_ckpt.rank_group import RankGroup
 from accel_state.device.huge_pages import new_tensor
+from accel_state.device.pinned import uses_pinned_memory
 from accel_state.errors import CheckpointCorruptError
 
 # Tensors for other devices are read and moved in batches of about this many bytes.
@@ -342,7 +343,7 @@ class _Target:
         return placed
 
     def _on(self, device: torch.device, ring: PinnedRing) -> torch.Tensor:
-        return ring.to_device(self.tensor, device) if uses_ring(device) else self.tensor.to(device)
+        return ring.to_device(self.tensor, device) if uses_pinned_memory(device) else self.tensor.to(device)
 
 
 def _mark_written(targets: "Sequence[_Target]") -> None:

@@ -11,8 +11,9 @@ from functools import partial
 
 import torch
 
-from accel_ckpt.io.pinned_ring import PinnedRing, uses_ring
+from accel_ckpt.io.pinned_ring import PinnedRing
 from accel_ckpt.io.thread_pool import run_jobs
+from accel_state.device.pinned import uses_pinned_memory
 
 _JOB = 16 * 2**20
 _SMALL_JOB = 2 * 2**20
@@ -37,7 +38,7 @@ def copy_into(
         size = tensor.numel() * tensor.element_size()
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             moves += _split(buffer.data_ptr() + begin, tensor.data_ptr(), size, _JOB)
-        elif uses_ring(tensor.device):
+        elif uses_pinned_memory(tensor.device):
             distant.append((begin, tensor))
         else:
             buffer[begin : begin + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)

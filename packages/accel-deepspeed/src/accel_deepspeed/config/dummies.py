@@ -80,8 +80,13 @@ class DummyScheduler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns an empty dict: a placeholder has no state."""
+        """Returns an empty dict. ``prepare`` recognises schedulers by this method."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing: a placeholder has no state."""
+        """Raises PrepareError for a state: only the scheduler that ``prepare`` returns has one."""
+        if state_dict:
+            raise PrepareError(
+                f"DummyScheduler stands for the scheduler of a DeepSpeed config and has no state, but got "
+                f"{', '.join(map(str, state_dict))}: load it into what prepare returns"
+            )

@@ -53,7 +53,7 @@ class ZeroGradients(ReplicatedGradients):
         return self._layers.data_group
 
     def reduce(self, model: nn.Module) -> None:
-        """Does nothing: engines reduce what a backward has left when it is needed."""
+        """Does nothing: engines reduce when gradients are used."""
 
     def scale(self, models: Iterable[nn.Module], factor: "Factor") -> None:
         """Multiplies the accumulated gradients of engines, unreduced ones before their reduction."""

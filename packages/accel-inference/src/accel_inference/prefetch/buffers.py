@@ -1,12 +1,12 @@
 """Buffers in host memory that weights are read into, again and again."""
 
-import logging
 import mmap
 import sys
 
 import torch
 
-_LOG = logging.getLogger(__name__)
+from accel_state.device.pinned import pinned_bytes, uses_pinned_memory
+
 _HUGE = 2 * 2**20
 
 
@@ -40,17 +40,13 @@ class Buffer:
 
 
 class PinnedBuffer:
-    """Pinned memory, which an accelerator copies at the speed of its link; its tensors are copied before it is reused.
-
-    Raises:
-        RuntimeError: the system refuses to pin so much.
-    """
+    """Pinned memory for weights of an accelerator, which are copied to it before the buffer is used again."""
 
     __slots__ = ("_memory", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._memory = pinned_bytes(nbytes)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over the bytes at ``offset``."""
@@ -71,14 +67,8 @@ AnyBuffer = Buffer | PinnedBuffer
 
 
 def new_buffer(nbytes: int, device: torch.device) -> AnyBuffer:
-    """A buffer for weights that are used on ``device``: pinned for the process's accelerator, if the system permits."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None and device.type == accelerator.type and device.type != "mps":
-        try:
-            return PinnedBuffer(nbytes)
-        except RuntimeError as error:
-            _LOG.warning("%d bytes of pinned memory were refused (%s); copies take longer", nbytes, error)
-    return Buffer(nbytes)
+    """A buffer for weights that are used on ``device``."""
+    return PinnedBuffer(nbytes) if uses_pinned_memory(device) else Buffer(nbytes)
 
 
 class BufferPool:

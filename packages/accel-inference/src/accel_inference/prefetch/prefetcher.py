@@ -225,7 +225,7 @@ class Prefetcher:
     def _read(self, segment: Segment, *, in_advance: bool = False) -> None:
         with self._leaving_reading(segment):
             segment.read(self._stream)
-            size = sum(weight.nbytes for weight in segment.weights.values())
+            size = sum(weight.nbytes for weight in (*segment.weights.values(), *segment.mapped.values()))
             with self._changed:
                 counts = self._counts
                 self._counts = replace(
@@ -302,7 +302,7 @@ class Prefetcher:
         return True
 
     def _has_room(self, segment: Segment) -> bool:
-        """Whether the budget has room for the segment, or the pool has all of its memory."""
+        """Whether the segment takes no more memory than its buffer in the pool has, or the budget has room for it."""
         added = segment.nbytes - (segment.buffer_bytes if self._pool.has(segment.buffer_bytes) else 0)
         return added <= 0 or self._resident() + added <= self.budget
 

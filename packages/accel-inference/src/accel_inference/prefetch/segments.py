@@ -31,8 +31,9 @@ class Segment:
     """Weights of a block that no earlier block has; a weight that blocks share is in the first one's segment."""
 
     weights: Mapping[Hashable, Source]
-    mapped: frozenset[Hashable] = frozenset()
-    """Those of the weights that are pages of their files; the others are read into the buffer."""
+    """Those that are read into the buffer."""
+    mapped: Mapping[Hashable, FileWeight] = field(default_factory=dict)
+    """Those that are pages of their files."""
     state: SegmentState = SegmentState.ABSENT
     holders: int = 0
     """Blocks with weights of the segment that compute now."""
@@ -40,28 +41,23 @@ class Segment:
     """Whether it was queued by a prediction and has not been used since."""
     buffer: AnyBuffer | None = None
     tensors: dict[Hashable, Tensor] = field(default_factory=dict)
+    buffer_bytes: int = field(init=False)
+    """Bytes of the buffer; 0 if all weights are mapped, and there is none."""
+    nbytes: int = field(init=False)
+    """Bytes of memory that the segment takes."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the segment takes."""
-        return self.buffer_bytes + sum(self.weights[key].nbytes for key in self.mapped)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the segment's buffer; 0 if all weights are mapped, and there is none."""
-        read = [_aligned(weight.nbytes) for key, weight in self.weights.items() if key not in self.mapped]
-        return BufferPool.rounded(sum(read)) if read else 0
+    def __post_init__(self) -> None:
+        read = sum(_aligned(weight.nbytes) for weight in self.weights.values())
+        self.buffer_bytes = BufferPool.rounded(read) if self.weights else 0
+        self.nbytes = self.buffer_bytes + sum(weight.nbytes for weight in self.mapped.values())
 
     def read(self, stream: torch.Stream | None) -> None:
         """Maps or reads the weights and makes the tensors over them, or with a ``stream`` copies on its device."""
-        tensors: dict[Hashable, Tensor] = {}
         offset = 0
         # The modes of the thread that reads must not show in the weights.
         with torch.inference_mode(False), torch.no_grad():
+            tensors = {key: mapped_offloaded(weight) for key, weight in self.mapped.items()}
             for key, weight in self.weights.items():
-                if isinstance(weight, FileWeight) and key in self.mapped:
-                    tensors[key] = mapped_offloaded(weight)
-                    continue
                 tensors[key] = self._read_one(weight, offset).to(weight.dtype)
                 offset += _aligned(weight.nbytes)
             if stream is not None:
@@ -74,9 +70,8 @@ class Segment:
         Raises:
             CheckpointCorruptError: a file has been written or cut since.
         """
-        for key in self.mapped:
-            weight = self.weights[key]
-            if isinstance(weight, FileWeight) and weight.file.is_written:
+        for weight in self.mapped.values():
+            if weight.file.is_written:
                 raise CheckpointCorruptError(f"{weight.file.path} was written to while its weight was in use")
 
     def _read_one(self, weight: Source, offset: int) -> Tensor:
@@ -125,10 +120,11 @@ def new_block(sources: Mapping[str, Source], known: dict[Hashable, Segment], dev
     on_host = device.type == "cpu"
     direct = {name: source.tensor for name, source in sources.items() if on_host and isinstance(source, HostWeight)}
     read = {name: source for name, source in sources.items() if name not in direct}
-    added = {source.key: source for source in read.values() if source.key not in known}
+    added: dict[Hashable, Source] = {source.key: source for source in read.values() if source.key not in known}
     if added:
-        mapped = frozenset(key for key, source in added.items() if on_host and may_be_mapped(source))
-        known.update(dict.fromkeys(added, Segment(added, mapped)))
+        mapped = {key: source for key, source in added.items() if on_host and may_be_mapped(source)}
+        segment = Segment({key: source for key, source in added.items() if key not in mapped}, mapped)
+        known.update(dict.fromkeys(added, segment))
     return WeightBlock(direct, {name: (known[source.key], source.key) for name, source in read.items()})
 
 

@@ -7,6 +7,7 @@ is. Pages are read when they are used first, and the operating system drops and 
 import mmap
 import os
 from collections.abc import Hashable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class MappedFiles:
         return self._files[file]
 
 
-def may_be_mapped(weight: Weight) -> bool:
+def may_be_mapped(weight: Weight) -> TypeGuard[FileWeight]:
     """Whether ``mapped_offloaded`` serves a weight: one of an offload folder, unless a copy costs less."""
     return isinstance(weight, FileWeight) and weight.is_offloaded and _is_worth_mapping(weight)
 

@@ -138,7 +138,7 @@ class MegatronGradients(ReplicatedGradients):
         engine.gradients.filled = True
 
     def reduce(self, model: nn.Module) -> None:
-        """Does nothing: gradients are averaged when they are needed."""
+        """Does nothing: engines reduce when gradients are used."""
 
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the next step's gradients as full tensors, by FQN.

@@ -1,9 +1,11 @@
 """Loss on its way to the host, which a meter reads one step later instead of waiting for the device."""
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
+
+from accel_state.device.pinned import HostCopy
 
 Place = tuple[int, int, int]
 """Epoch of a step's samples, and their positions in it: first, and one past the last."""
@@ -28,20 +30,12 @@ class LossFacts:
 
 @final
 class LateLoss:
-    """Copy of a loss to pinned host memory, and an event after it.
-
-    ``float`` waits for the event alone, which is over as soon as the step is, and not for the next step.
-    """
+    """Loss that is being copied to the host; ``read`` waits for the end of its step, and not for the next step."""
 
     def __init__(self, loss: torch.Tensor, facts: LossFacts) -> None:
         self.facts = facts
-        on_host = loss.device.type == "cpu"
-        self._host = torch.empty((), dtype=loss.dtype, pin_memory=not on_host)
-        self._host.copy_(loss.reshape(()), non_blocking=True)
-        self._ready: Any = None if on_host else torch.accelerator.current_stream(loss.device).record_event()
+        self._copy = HostCopy(loss.reshape(()))
 
     def read(self) -> float:
         """Returns the loss."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        return float(self._host)
+        return float(self._copy.read())

@@ -6,10 +6,9 @@ from dataclasses import asdict, is_dataclass
 from enum import Enum
 from numbers import Integral, Real
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, final
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from accel_state.device.pinned import HostCopy
 
 _PLAIN = (float, int, str, bool, type(None))
 
@@ -26,29 +25,7 @@ def snapshot(value: Any) -> Any:
     tensor = detach()
     if tensor.device.type == "cpu":
         return tensor.item() if tensor.numel() == 1 else tensor.clone()
-    return _OnDevice(tensor)
-
-
-@final
-class _OnDevice:
-    """Copy of an accelerator's tensor to pinned host memory, in the order of the stream that computes the tensor.
-
-    A copy that began in ``take`` would follow all that the loop has issued until then.
-    """
-
-    __slots__ = ("_host", "_ready")
-
-    def __init__(self, tensor: "torch.Tensor") -> None:
-        import torch
-
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        self._host.copy_(tensor, non_blocking=True)
-        self._ready: Any = torch.accelerator.current_stream(tensor.device).record_event()
-
-    def take(self) -> Any:
-        """Returns the tensor on the host, once the copy is done."""
-        self._ready.synchronize()
-        return self._host
+    return HostCopy(tensor)
 
 
 def plain(value: Any) -> Any:
@@ -57,8 +34,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, _OnDevice):
-        value = value.take()
+    if isinstance(value, HostCopy):
+        value = value.read()
     if hasattr(value, "tolist"):  # tensors, arrays and NumPy scalars
         return value.item() if math.prod(getattr(value, "shape", ())) == 1 else value.tolist()
     return value

@@ -166,7 +166,7 @@ class StepClock:
         num_models: number of models when ``accumulate`` was last entered for all of them.
         unclaimed: a pass of a loader has begun since the last backward or step.
         unstepped: after a backward whose step was due, no optimizer has stepped and no gradients were cleared.
-        complete: reduces what ``window.unreduced`` says, before gradients are used; held weakly.
+        complete: weak reference to the function that reduces and divides gradients that are ``window.unreduced``.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
             of a stream); nearly always 1.0.
     """
@@ -233,9 +233,9 @@ class StepClock:
         return any(window.open for window in self._windows.values())
 
     def finish(self) -> None:
-        """Called before gradients are used: a window whose last micro-batch had no backward is completed.
+        """Completes a window whose last micro-batch had no backward; called before gradients are used.
 
-        Collective if it is: every rank of the group must call this.
+        Collective for such a window: every rank of the group must call this.
         """
         if self.window.unreduced and self.complete is not None and (complete := self.complete()) is not None:
             complete()
