@@ -216,7 +216,7 @@ def _without_cache(block: nn.Module, argument: Any) -> Any:
 
 
 def _selective_contexts(kept: Sequence[Any] | Policy) -> tuple[Any, Any]:
-    """Contexts of a block's forward and of its recomputation, in which operations return the results that were kept.
+    """Context of a block's forward, which keeps results of operations, and of its recomputation, which returns them.
 
     torch's own context of the recomputation refuses operations that the forward did not run. Backends that gather
     parameters within a block (ZeRO-3) do that in the forward of another block if they gather in advance.
@@ -238,7 +238,7 @@ def _selective_contexts(kept: Sequence[Any] | Policy) -> tuple[Any, Any]:
 
 
 class _KeptResults(TorchDispatchMode):
-    """Recomputation by torch's own context of operations of which results were kept, and of all others as they are."""
+    """Dispatch mode of a recomputation: torch's own mode for operations with kept results; all others run as they are."""
 
     def __init__(self, context: TorchDispatchMode, operations: Collection[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
