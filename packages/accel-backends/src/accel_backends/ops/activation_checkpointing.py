@@ -238,7 +238,7 @@ def _selective_contexts(kept: Sequence[Any] | Policy) -> tuple[Any, Any]:
 
 
 class _KeptResults(TorchDispatchMode):
-    """Dispatch mode of a recomputation: torch's own mode for operations with kept results; all others run as they are."""
+    """Dispatch mode of a recomputation: torch's mode where operations have kept results; all others run as they are."""
 
     def __init__(self, context: TorchDispatchMode, operations: Collection[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
