@@ -27,8 +27,9 @@ def run(bench: Bench) -> None:
 
 
 def snapshot(bench: Bench) -> None:
-    """Rate of a save's copy into host memory, by the number of its threads: on a GPU, of emptying the pinned blocks."""
+    """Rate of a save's copy into host memory: of emptying pinned blocks, by the number of threads, and without them."""
     from accel_ckpt.saving.host_snapshot import copy_into
+    from accel_state.device.pinned import pin_in_place
 
     size = bench.pick(2**31, 2**20)
     tensors = [torch.zeros(size // 32, dtype=torch.uint8, device=bench.device) for _ in range(32)]
@@ -42,6 +43,18 @@ def snapshot(bench: Bench) -> None:
                 copy_into(buffer, tensors, threads=threads, pool=pool)
                 taken.append(time.perf_counter() - began)
         bench.row("snapshot", f"bandwidth with {threads} threads", size / min(taken) / 1e9, "GB/s")
+    if not bench.on_cuda:
+        return
+    began = time.perf_counter()
+    unpin = pin_in_place(buffer)
+    bench.row("snapshot", "pinning the buffer", (time.perf_counter() - began) / size * 1e9, "s/GB")
+    taken = []
+    for _ in range(3):
+        bench.synchronize()
+        began = time.perf_counter()
+        copy_into(buffer, tensors, pinned=unpin is not None)
+        taken.append(time.perf_counter() - began)
+    bench.row("snapshot", "bandwidth to the pinned buffer", size / min(taken) / 1e9, "GB/s")
 
 
 def roomy(bench: Bench, size: int) -> tuple[Path, str]:

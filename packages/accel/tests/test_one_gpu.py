@@ -142,19 +142,21 @@ def test_an_asynchronous_save_from_a_stream_of_the_users_holds_the_values_of_the
     stream = torch.Stream(accelerator.device) if device == "gpu" else nullcontext()
     if device == "gpu":
         torch.accelerator.synchronize()
-    with stream, torch.no_grad():
-        if device == "gpu" and accelerator.device.type == "cuda":
-            torch.cuda._sleep(50_000_000)  # the values of the call are computed only after it
-        for parameter in own.parameters():
-            parameter.fill_(3.0)
-        accelerator.save_state(tmp_path / "saved", asynchronous=True)
-        for parameter in own.parameters():
-            parameter.fill_(7.0)
+    for value in (3.0, 5.0):  # by way of pinned blocks, and straight to a buffer that is pinned by then
+        with stream, torch.no_grad():
+            if device == "gpu" and accelerator.device.type == "cuda":
+                torch.cuda._sleep(50_000_000)  # the values of the call are computed only after it
+            for parameter in own.parameters():
+                parameter.fill_(value)
+            accelerator.save_state(tmp_path / f"saved-{value}", asynchronous=True)
+            for parameter in own.parameters():
+                parameter.fill_(7.0)
     accelerator.last_save.wait(60)
     if device == "gpu":
         torch.accelerator.synchronize()
-    accelerator.load_state(tmp_path / "saved")
-    assert {float(value) for tensor in full(own) for value in tensor.unique()} == {3.0}
+    for value in (3.0, 5.0):
+        accelerator.load_state(tmp_path / f"saved-{value}")
+        assert {float(found) for tensor in full(own) for found in tensor.unique()} == {value}
 
 
 @ends_training

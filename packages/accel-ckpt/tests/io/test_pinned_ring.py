@@ -52,7 +52,7 @@ def test_each_block_is_waited_for_before_it_is_read_or_filled_again(monkeypatch:
         made.append(number)
         return lambda: done.append(number)
 
-    monkeypatch.setattr(pinned_ring, "_end_of_stream", end_of_stream)
+    monkeypatch.setattr(pinned_ring, "end_of_stream", end_of_stream)
     ring = PinnedRing(block=4, count=3)
     for number, _ in enumerate(ring.to_host([torch.arange(7, dtype=torch.float32)])):
         assert done == list(range(number + 1))
@@ -80,11 +80,13 @@ def test_a_copy_is_waited_for_on_the_stream_of_its_tensors_device(monkeypatch: p
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
     second = torch.device("cuda:1")  # while another device is the current one
-    pinned_ring._end_of_stream(second)()
+    pinned_ring.end_of_stream(second)()
     assert seen == [second, "stream of cuda:1", "waited"]
 
 
-def test_saves_snapshots_and_loads_pass_through_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_snapshots_and_loads_pass_through_the_ring_but_for_snapshots_in_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed: list[int] = []
     to_host, to_device = PinnedRing.to_host, PinnedRing.to_device
 
@@ -112,6 +114,12 @@ def test_saves_snapshots_and_loads_pass_through_the_ring(tmp_path: Path, monkeyp
     buffer = torch.empty(sum(tensor.nbytes for tensor in state.values()), dtype=torch.uint8)
     copy_into(buffer, list(state.values()))
     assert passed[6:] == [len(strided)]
+    assert bytes(byte_view(buffer)) == bytes_of(list(state.values()))
+    buffer.zero_()
+    waits: list[torch.device] = []
+    monkeypatch.setattr(host_snapshot, "end_of_stream", lambda device: lambda: waits.append(device))
+    copy_into(buffer, list(state.values()), pinned=True)
+    assert (passed[7:], waits) == ([], [torch.device("cpu")])
     assert bytes(byte_view(buffer)) == bytes_of(list(state.values()))
 
 

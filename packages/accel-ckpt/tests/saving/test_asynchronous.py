@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from accel_ckpt import AsyncSaver, CheckpointDirectory, keep_last, open_checkpoint
 from accel_ckpt.saving import asynchronous as backgrounds
+from accel_ckpt.saving import host_snapshot
 from accel_state.errors import CheckpointError
 
 
@@ -33,9 +35,34 @@ def test_a_snapshot_has_the_values_at_the_call(tmp_path: Path) -> None:
 def test_the_buffer_is_reused(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         saver.save(tmp_path / "one", {"w": torch.zeros(1000)})
-        buffer = saver._buffer
+        buffer = saver._snapshot._buffer
         saver.save(tmp_path / "two", {"w": torch.zeros(500)}).wait()
-        assert saver._buffer is buffer
+        assert saver._snapshot._buffer is buffer
+
+
+def test_the_buffer_is_pinned_after_the_first_save_from_an_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strided tensors stand for those of an accelerator."""
+    events: list[str] = []
+    monkeypatch.setattr(host_snapshot, "uses_pinned_memory", lambda device: True)
+
+    def pin(buffer: torch.Tensor) -> Callable[[], object]:
+        events.append(f"pin {buffer.numel()}")
+        return lambda: events.append("unpin")
+
+    monkeypatch.setattr(host_snapshot, "pin_in_place", pin)
+    with AsyncSaver() as saver:
+        for number, width in enumerate((5, 5, 7)):
+            weight = torch.full((width, 2), float(number)).t()
+            saver.save(tmp_path / str(number), {"w": weight, "n": torch.tensor([number])})
+            weight += 10
+            saver.wait()
+    assert events == ["pin 48", "unpin", "pin 64", "unpin"]
+    for number, width in enumerate((5, 5, 7)):
+        saved = open_checkpoint(tmp_path / str(number))
+        assert torch.equal(saved.read("w"), torch.full((2, width), float(number)))
+        assert torch.equal(saved.read("n"), torch.tensor([number]))
 
 
 def test_only_one_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

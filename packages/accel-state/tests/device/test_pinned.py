@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from accel_state.device.pinned import HostCopy, pinned_bytes, uses_pinned_memory
+from accel_state.device.pinned import HostCopy, pin_in_place, pinned_bytes, uses_pinned_memory
 
 CUDA = torch.device("cuda")
 
@@ -42,6 +42,83 @@ def test_memory_that_cannot_be_pinned_is_pageable(
     with caplog.at_level(logging.WARNING):
         assert pinned_bytes(3 << 20).numel() == 3 << 20
     assert "3 MiB of pinned memory were refused (no memory to pin)" in caplog.text
+
+
+class Runtime:
+    """The two functions of CUDA's runtime, which refuse with ``status``."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.calls: list[tuple[object, ...]] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("register", address, size, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+@pytest.mark.parametrize("end", ["call", "deletion"])
+def test_memory_is_unpinned_once_and_before_it_is_freed(runtime: Runtime, end: str) -> None:
+    tensor = torch.empty(1000, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    unpin = pin_in_place(tensor)
+    assert unpin is not None
+    assert runtime.calls == [("register", address, 1000, 0)]
+    if end == "call":
+        unpin()
+    del tensor
+    assert runtime.calls[1:] == [("unregister", address)]
+
+
+def test_a_refusal_to_pin_in_place_leaves_no_error_for_the_next_kernel(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.status = 2
+    launched: list[object] = []
+
+    def zeros(size: int, *, device: object) -> torch.Tensor:
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with caplog.at_level(logging.WARNING):
+        assert pin_in_place(torch.empty(2 << 20, dtype=torch.uint8)) is None
+    assert "the driver did not pin 2 MiB (CUDA error 2); copies take longer" in caplog.text
+    assert launched == ["cuda"]
+    assert [call[0] for call in runtime.calls] == ["register"]
+
+
+def test_without_cuda_no_memory_is_pinned_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pin_in_place(torch.empty(8)) is None
+
+
+@pytest.mark.gpu
+def test_an_accelerator_copies_to_memory_that_is_pinned_in_place() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    tensor = torch.empty(5 << 20, dtype=torch.uint8)
+    unpin = pin_in_place(tensor)
+    assert unpin is not None
+    assert tensor.is_pinned()
+    value = torch.arange(5 << 20, device="cuda").to(torch.uint8)
+    tensor.copy_(value, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(tensor, value.cpu())
+    unpin()
+    assert not tensor.is_pinned()
+    assert int(torch.zeros(1, device="cuda")) == 0  # no error is left
 
 
 @pytest.mark.parametrize("value", [torch.arange(6.0).view(2, 3).T, torch.tensor(True), torch.empty(0, 2)])

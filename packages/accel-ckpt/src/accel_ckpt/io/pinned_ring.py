@@ -17,7 +17,7 @@ from accel_state.device.pinned import pinned_bytes, uses_pinned_memory
 
 _BLOCK = 32 * 2**20
 _COUNT = 4
-_Wait = Callable[[], object]
+Wait = Callable[[], object]
 
 
 @final
@@ -30,7 +30,7 @@ class PinnedRing:
 
     def __init__(self, *, block: int = _BLOCK, count: int = _COUNT) -> None:
         self._size, self._count = block, count
-        self._blocks: deque[tuple[torch.Tensor, _Wait]] = deque()
+        self._blocks: deque[tuple[torch.Tensor, Wait]] = deque()
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
         """Yields the bytes of ``tensors``, row-major and one after the other; each view is valid until the next one.
@@ -38,12 +38,12 @@ class PinnedRing:
         Copies of the bytes after a view run while the caller works on the view.
         """
         pieces = _pieces(tensors, self._size)
-        issued: deque[tuple[torch.Tensor, int, _Wait]] = deque()
+        issued: deque[tuple[torch.Tensor, int, Wait]] = deque()
         while True:
             while len(issued) < self._count and (piece := next(pieces, None)) is not None:
                 block = self._take()
                 block[: piece.numel()].copy_(piece, non_blocking=True)
-                issued.append((block, piece.numel(), _end_of_stream(piece.device)))
+                issued.append((block, piece.numel(), end_of_stream(piece.device)))
             if not issued:
                 return
             block, size, wait = issued.popleft()
@@ -59,7 +59,7 @@ class PinnedRing:
             piece, block = content[begin : begin + self._size], self._take()
             block[: piece.numel()].copy_(piece)
             goal[begin : begin + self._size].copy_(block[: piece.numel()], non_blocking=True)
-            self._blocks.append((block, _end_of_stream(device)))
+            self._blocks.append((block, end_of_stream(device)))
         return target
 
     def _take(self) -> torch.Tensor:
@@ -91,18 +91,23 @@ def host_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
 def _pieces(tensors: Sequence[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
     """Yields the bytes of each tensor as flat uint8 tensors of at most ``size`` bytes, on the tensor's device."""
     for tensor in tensors:
-        content = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        content = flat_bytes(tensor)
         for begin in range(0, content.numel(), size):
             yield content[begin : begin + size]
 
 
-def _end_of_stream(device: torch.device) -> _Wait:
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor, row-major, as a flat uint8 tensor on its device."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def end_of_stream(device: torch.device) -> Wait:
     """Returns a function that waits for all that was issued on the current stream of ``device`` until now."""
     if device.type == "cpu":
         return _nothing
     event: Any = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
-    wait: _Wait = event.synchronize
+    wait: Wait = event.synchronize
     return wait
 
 

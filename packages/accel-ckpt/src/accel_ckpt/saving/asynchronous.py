@@ -14,20 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, final
 
-import torch
-
-from accel_ckpt.format.tensors import byte_view
 from accel_ckpt.format.tree import Json, Tree
 from accel_ckpt.io.storage import Location, locate
 from accel_ckpt.io.thread_pool import Seat, default_threads
 from accel_ckpt.loading.checkpoint import Checkpoint, read_manifest
 from accel_ckpt.rank_group import RankGroup, Ranks, host_group
 from accel_ckpt.saving.failed_exit import UntoldFailure
-from accel_ckpt.saving.host_snapshot import copy_into
+from accel_ckpt.saving.host_snapshot import HostSnapshot
 from accel_ckpt.saving.plan import Draft, RankPart, make_draft, make_part
 from accel_ckpt.saving.replicas import Summary, Terms, alike
 from accel_ckpt.saving.transaction import MakeDraft, SaveTransaction, open_saved
-from accel_state.device.huge_pages import new_tensor
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -104,11 +100,11 @@ class AsyncSaver:
         self._peers = peers if peers.group is None else RankGroup(host_group(peers.group), peers.nodes)
         self._threads = _local_threads(self._peers)
         self._alike = False
-        self._buffer: torch.Tensor | None = None
         self._handle: SaveHandle | None = None
         self._running: Future[None] | None = None
         # Kept for all saves: under load, starting a thread takes longer than the copy.
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "accel-ckpt-save")
+        self._snapshot = HostSnapshot(self._threads, self._pool)
 
     def save(
         self,
@@ -170,7 +166,7 @@ class AsyncSaver:
             self.wait()
         finally:
             self._pool.shutdown()
-            self._buffer = None
+            self._snapshot.free()
             if self._peers.group is not None:
                 import torch.distributed as dist
 
@@ -206,7 +202,7 @@ class AsyncSaver:
         """Begins the save and copies; a state that cannot be saved raises now, on all ranks."""
         transaction = SaveTransaction.begin(self._peers, target, make, overwrite=overwrite, terms=terms)
         with transaction.dropped_on_error():
-            self._peers.run_on_all(f"copying for {target}", lambda: self._stage(transaction.part))
+            self._peers.run_on_all(f"copying for {target}", lambda: self._snapshot.take(transaction.part.tensors))
         return (lambda: transaction), transaction.part
 
     def _copy_first(
@@ -220,19 +216,11 @@ class AsyncSaver:
         try:
             draft = make(())
             part = make_part(draft, draft.trees, None, self._peers)
-            self._stage(part)
+            self._snapshot.take(part.tensors)
         except Exception as error:
             return partial(SaveTransaction.begin, self._peers, target, partial(_fail, error)), None
         begin = partial(SaveTransaction.begin, self._peers, target, lambda apart: draft, overwrite=overwrite, part=part)
         return partial(begin, terms=terms), part
-
-    def _stage(self, part: RankPart) -> None:
-        """Copies the tensors of this rank's file into the buffer."""
-        size = part.nbytes
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = None
-            self._buffer = new_tensor((size,), torch.uint8)
-        copy_into(self._buffer, part.tensors, threads=self._threads, pool=self._pool)
 
     def _run(self, begin: "_Begin", handle: SaveHandle, series: "CheckpointDirectory | None") -> None:
         error: BaseException | None = None
@@ -251,10 +239,10 @@ class AsyncSaver:
             _LOG.warning("saving %s in the background failed: %s; %s", handle.path, caught, handle.outcome)
         finally:
             handle._finish(error)
+            self._snapshot.pin()
 
     def _file(self, part: RankPart) -> Iterator[memoryview]:
-        assert self._buffer is not None
-        return iter([memoryview(part.header), byte_view(self._buffer)[: part.nbytes]])
+        return iter([memoryview(part.header), self._snapshot.read(part.nbytes)])
 
 
 _Begin = Callable[[], SaveTransaction]
