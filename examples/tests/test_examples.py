@@ -70,6 +70,7 @@ def test_tokens_weigh_the_same_wherever_they_are(run) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sampled(1)
 def test_the_generator_learns_where_the_numbers_are(run, ranks: int) -> None:
     for mean, spread in run("gan.py", ranks=ranks):
         assert abs(mean - 3.0) < 0.5

@@ -45,6 +45,7 @@ def outcome(run: str, test: str) -> str:
     return found[0]
 
 
+@pytest.mark.slow
 def test_assert_keeps_its_values(run: str) -> None:
     text = section(run, "test_assert_shows_values")
     assert "> " in text

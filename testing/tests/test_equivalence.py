@@ -83,6 +83,7 @@ LESS = ["single", "ddp:2", "ddp:2/acc=3", "ddp:4/weighted"]  # each is a part of
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LESS)])
+@pytest.mark.sampled(1)
 def test_layouts_equal_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(full, [layout], pool=rank_pool)
 
@@ -287,6 +288,7 @@ def same_samples_everywhere() -> AbstractContextManager[None]:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.sampled(3)
 def test_mutation_is_caught_and_named(
     rank_pool: RankPool, mutation: Any, program: Any, layout: str, words: str
 ) -> None:

@@ -35,6 +35,7 @@ def test_hash_seeds_of_launched_ranks_can_be_repeated(monkeypatch: pytest.Monkey
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_start_are_an_error_with_their_traceback() -> None:
     with (
         RankPool(2, launcher="torchrun", preload=["no_such_module"]) as pool,

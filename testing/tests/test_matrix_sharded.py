@@ -68,7 +68,7 @@ def test_the_quick_ones_are_of_the_matrix() -> None:
     assert every >= {case.values[0] for case in cases()} >= QUICK
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", list(cases()))
 def test_a_sharded_layout_equals_one_process(rank_pool: RankPool, layout: str) -> None:
     if "fp8" in layout:

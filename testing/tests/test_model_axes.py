@@ -93,7 +93,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("program", "layout"),
     [
@@ -316,6 +316,7 @@ def halved_gradients_of_shards() -> Iterator[None]:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.sampled(1)
 def test_a_mutation_of_an_axis_is_caught_and_named(
     rank_pool: RankPool, mutation: Any, program: Any, layout: str, words: str
 ) -> None:

@@ -86,6 +86,7 @@ def test_each_rank_has_a_hash_seed_of_its_own(pool: RankPool) -> None:
     assert pool.run(lambda: os.environ.get("PYTHONHASHSEED")) == [None, None]
 
 
+@pytest.mark.slow
 def test_hash_seeds_of_a_run_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(hash_seeds.VARIABLE, "11")
     seen = []

@@ -10,6 +10,7 @@ from accel_testing.cli import selftest
 from accel_testing.cli.selftest import Trial, trials_of
 
 
+@pytest.mark.slow
 def test_what_is_here_works() -> None:
     trials = list(selftest._training("cpu", ["single", "ddp:2"], quick=True))
     assert [trial.what for trial in trials] == ["training single/fp32", "training ddp:2/fp32"]

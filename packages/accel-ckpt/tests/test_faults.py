@@ -165,6 +165,7 @@ DEATHS = [
 
 
 @pytest.mark.parametrize(("stage", "dying"), DEATHS, ids=lambda value: str(value))
+@pytest.mark.sampled(2)
 def test_ranks_that_die_at_any_stage_fail_the_save_on_the_others(tmp_path: Path, stage: str, dying: set[int]) -> None:
     before, after = state(0), state(1)
     children = [
@@ -369,6 +370,7 @@ NODE_DEATHS = [("copy", {1}), ("seal", {0}), ("seal", {1}), ("commit", {0}), ("c
 
 
 @pytest.mark.parametrize(("stage", "dying"), NODE_DEATHS, ids=lambda value: str(value))
+@pytest.mark.sampled(2)
 def test_machines_that_die_at_any_stage_leave_what_both_have(tmp_path: Path, stage: str, dying: set[int]) -> None:
     """Each of two ranks keeps a copy on a disk of its own."""
     before, after = state(0, 50_000), state(1, 50_000)

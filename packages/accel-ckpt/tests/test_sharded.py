@@ -31,6 +31,7 @@ def _placements() -> list[tuple[str, tuple[int, ...], tuple[object, ...]]]:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("shape", [(8, 8), (7, 5), (3, 2), (1, 3)], ids=str)
+@pytest.mark.sampled(1)
 def test_any_placement_reads_into_any_other(tmp_path: Path, shape: tuple[int, ...], rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor

@@ -23,7 +23,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("program", [["script.py"], ["-m", "script"]], ids=["script", "module"])
 @pytest.mark.parametrize(("processes", "ranks"), [("1", "[0]"), ("2", "[0, 1]")])
 def test_every_process_resolves_accelerate_to_accel(tmp_path, program, processes, ranks):

@@ -65,6 +65,7 @@ def together(mine):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("sampler", [None, "walked"])
+@pytest.mark.sampled(1)
 def test_differently_seeded_ranks_share_one_order(rank, world_size, num_workers, sampler):
     torch.manual_seed(rank)
     kwargs = {"sampler": Walked()} if sampler else {}
@@ -78,6 +79,7 @@ def test_differently_seeded_ranks_share_one_order(rank, world_size, num_workers,
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(("batch_size", "fewer"), [(2, 2), (5, 3)])
+@pytest.mark.sampled(1)
 def test_fewer_ranks_go_on_where_more_have_stopped(rank, world_size, num_workers, batch_size, fewer):
     loader = make(rank, world_size, num_workers=num_workers)
     iterator = iter(loader)
@@ -121,6 +123,7 @@ def test_uneven_ends_are_known_on_every_rank(rank, world_size):
     ("axis", "peers"), [("tp", [0, 0, 1, 1]), ("cp", [0, 0, 1, 1]), ("sp", [0, 0, 1, 1]), ("pp", [0, 1, 0, 1])]
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.sampled(2)
 def test_peers_that_split_the_model_read_the_same(rank, world_size, axis, peers, num_workers):
     torch.manual_seed(rank)
     config = ParallelismConfig(dp_shard_size=2, **{f"{axis}_size": 2})

@@ -23,6 +23,7 @@ SPLIT = ParallelismConfig(dp_shard_size=2, tp_size=2)
     ],
 )
 @pytest.mark.parametrize("kind", ["tensors", "lists", "arrays"])
+@pytest.mark.sampled(4)
 def test_ranks_that_split_the_model_give_their_samples_once(
     rank: int, counts: tuple[int, ...] | None, kept: list[int], kind: str
 ) -> None:

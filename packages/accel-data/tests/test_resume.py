@@ -483,6 +483,7 @@ def test_several_loaders_in_flight_keep_their_own_positions():
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("extra", [{}, {"persistent_workers": True}, {"prefetch_factor": 4}])
+@pytest.mark.sampled(2)
 def test_what_workers_have_read_ahead_is_not_counted(workers, extra):
     expected = list(loader_of(40, shuffle=True))
     loader = loader_of(40, shuffle=True, num_workers=workers, **extra)

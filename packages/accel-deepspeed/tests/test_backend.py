@@ -142,6 +142,7 @@ def compare_norms(pair: Pair, limit: float) -> None:
 @pytest.mark.parametrize("spoilt", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.sampled(6)
 def test_a_norm_that_is_not_finite_is_infinite_on_both(
     rank: int, world_size: int, stage: int, groups: int, spoilt: float
 ) -> None:

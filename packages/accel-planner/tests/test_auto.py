@@ -62,7 +62,7 @@ def trained(strategy: Any, rank: int, world: int) -> tuple[Accelerator, dict[str
     return accelerator, accelerator.get_state_dict(prepared)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("fitting", "backend"),

@@ -58,6 +58,7 @@ def test_what_is_predicted_is_what_ranks_take(shape: str, strategy: str, precisi
         ("zero:3+ckpt", "bf16"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_predicted_is_what_engines_take(strategy: str, precision: str) -> None:
     check("mlp", strategy, 2, precision=precision)
 
@@ -67,6 +68,7 @@ def test_what_is_predicted_is_what_engines_take(strategy: str, precision: str) -
     ("shape", "strategy"),
     [("mlp", "fsdp:hybrid_shard"), pytest.param("llama", "fsdp:hybrid_shard+ckpt", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_a_hybrid_takes_what_is_predicted(shape: str, strategy: str) -> None:
     check(shape, strategy, 4)
 
@@ -101,6 +103,7 @@ def test_what_is_predicted_is_what_four_ranks_take(shape: str, strategy: str) ->
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_in_a_budget_between_two_measured_peaks_the_choice_fits_and_the_next_faster_does_not() -> None:
     from accel_planner import choose, optimizer_facts, plan_all, profile_model
     from accel_planner.candidate import named

@@ -72,6 +72,7 @@ def sharded_bytes(model: nn.Module) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 12, 64, 1000, 4096])
+@pytest.mark.sampled(2)
 def test_shards_are_those_that_fully_shard_makes(ranks: int) -> None:
     with torch.device("meta"):
         model = small()

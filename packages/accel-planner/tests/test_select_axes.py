@@ -74,6 +74,7 @@ def test_parameters_are_those_of_the_models_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "nodes"), FITTING)
+@pytest.mark.sampled(2)
 def test_the_proposal_fits_and_its_degrees_multiply_to_the_world_size(name: str, nodes: int) -> None:
     hardware = h100s(nodes)
     plans = plan_axes(shape(name), hardware, BATCH)
@@ -94,6 +95,7 @@ def test_the_proposal_fits_and_its_degrees_multiply_to_the_world_size(name: str,
 
 
 @pytest.mark.parametrize(("name", "nodes"), FITTING)
+@pytest.mark.sampled(2)
 def test_a_pipeline_is_proposed_only_where_memory_or_slow_links_demand_it(name: str, nodes: int) -> None:
     hardware = h100s(nodes)
     room = 0.9 * hardware.memory

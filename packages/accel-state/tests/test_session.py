@@ -291,6 +291,7 @@ def launch(tmp_path, *arguments):
     return run([*torchrun, f"--log-dir={tmp_path}", script, *arguments])
 
 
+@pytest.mark.slow
 def test_torchrun_without_a_flag_makes_ranks_and_exits_cleanly(tmp_path):
     done = launch(tmp_path)
     assert done.returncode == 0, done.stderr

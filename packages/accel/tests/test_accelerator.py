@@ -166,6 +166,7 @@ def test_two_accelerators_do_not_disturb_each_other() -> None:
     assert (one.gradient_accumulation_steps, two.gradient_accumulation_steps) == (2, 1)
 
 
+@pytest.mark.slow
 def test_twenty_prepare_and_free_cycles_leave_no_reference_behind() -> None:
     accelerator, left = Accelerator(cpu=True), []
     for _ in range(20):
@@ -187,6 +188,7 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("options", "cycles"), WAYS.values(), ids=WAYS)
+@pytest.mark.sampled(1)
 def test_cycles_of_ranks_leave_no_reference_behind(options: dict[str, Any], cycles: int) -> None:
     if "deepspeed_plugin" in options and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")

@@ -114,6 +114,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> No
 
 @pytest.mark.ranks(RANKS)
 @each()
+@pytest.mark.sampled(2)
 def test_torchs_averaged_model_follows_full_parameters(rank: int, strategy: str) -> None:
     mean = AveragedModel(Net(), multi_avg_fn=get_ema_multi_avg_fn(0.8))
     beside = Beside(strategy, rank)
@@ -159,6 +160,7 @@ def test_a_copy_of_the_prepared_model_is_refused_with_what_works(rank: int, stra
 
 @pytest.mark.ranks(RANKS)
 @each()
+@pytest.mark.sampled(2)
 def test_gradients_are_read_by_name(rank: int, strategy: str) -> None:
     beside = Beside(strategy, rank)
     for step in range(2):

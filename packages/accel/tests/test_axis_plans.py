@@ -54,6 +54,7 @@ def held(degrees: dict[str, int], experts: bool) -> tuple[int, int, int]:
     ],
     ids=str,
 )
+@pytest.mark.sampled(1)
 def test_ranks_hold_what_is_predicted(degrees: dict[str, int], rank_pool: RankPool) -> None:
     experts = "ep" in degrees
     planned = AxisDegrees(**degrees)

@@ -60,6 +60,7 @@ MISTAKES: dict[Callable[[Accelerator, Path], None], tuple[type[AccelError], str]
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@pytest.mark.sampled(4)
 def test_every_rank_hears_of_a_mistake_and_nothing_is_lost(
     mistake: Callable[[Accelerator, Path], None], strategy: str, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from accel_testing.programs.runs import run_command
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "program"),
     [
@@ -131,6 +131,7 @@ needs_cpu_adam = pytest.mark.skipif(
         pytest.param("ds3:2/bf16/offload_optimizer=cpu", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_training_with_the_optimizer_on_the_host_equals_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(adamw_program, [layout], pool=rank_pool)
 
@@ -170,6 +171,7 @@ def test_training_equals_one_process_in_every_combination(
 
 
 @pytest.mark.parametrize("chain", [("ds2:2", "ds3:2"), ("ds3:2", "ds1:1"), ("ds0:2", "ds2:2")], ids="-".join)
+@pytest.mark.sampled(1)
 def test_a_window_that_was_open_goes_on(rank_pool: RankPool, tmp_path: Path, chain: tuple[str, str]) -> None:
     """A step of four micro-batches, of which the first two run before saving and the rest after loading."""
     before, after = (f"{layout}/acc=4" for layout in chain)

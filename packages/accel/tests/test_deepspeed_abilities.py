@@ -77,6 +77,7 @@ def step_both(accelerator: Accelerator, trained: tuple[Any, Any], plain: tuple[A
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("ep_size", [1, 2], ids=["replicated", "one each"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.sampled(2)
 def test_experts_train_as_in_one_process(rank: int, stage: int, ep_size: int, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin={"zero_stage": stage})
     torch.manual_seed(0)
@@ -102,6 +103,7 @@ def test_experts_train_as_in_one_process(rank: int, stage: int, ep_size: int, tm
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "then"), [(0, 0), (1, 2), (2, 1)])
+@pytest.mark.sampled(1)
 def test_folders_with_experts_are_read_where_every_rank_has_all(
     rank: int, stage: int, then: int, tmp_path: Path
 ) -> None:
@@ -185,6 +187,7 @@ def test_ordinary_experts_train_at_stage_3_as_in_one_process(rank: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["ds3:4/fp32", pytest.param("ds3:2/fp32/acc=3/short", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_hpz_of_zero_plus_plus_trains_as_one_process(rank_pool: RankPool, layout: str) -> None:
     options = '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}'
     assert_equivalent(adamw_program, [f"{layout}/hf_ds_config={options}"], pool=rank_pool)

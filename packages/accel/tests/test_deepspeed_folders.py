@@ -131,6 +131,7 @@ def through_accel(
 @pytest.mark.parametrize(
     ("stage", "layout"), [(0, "ds2:2"), (1, "single"), (2, "ds3:2"), (2, "ds1:1"), (3, "fsdp:2"), (3, "single")]
 )
+@pytest.mark.sampled(2)
 def test_a_run_of_deepspeed_goes_on_here(rank_pool: RankPool, tmp_path: Path, stage: int, layout: str) -> None:
     folder = str(tmp_path)
     rank_pool.run(raw_loop, folder, stage, save="three", ranks=2)
@@ -181,6 +182,7 @@ def test_weights_of_several_names_are_not_rounded(rank_pool: RankPool, tmp_path:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.sampled(1)
 def test_deepspeed_goes_on_with_shared_layers_that_are_exported(
     rank_pool: RankPool, tmp_path: Path, stage: int
 ) -> None:

@@ -70,6 +70,7 @@ def language_in_parts() -> Program:
         "ds3:2/acc=3/short",
     ],
 )
+@pytest.mark.slow
 def test_tensor_parallel_ranks_in_fp16_equal_one_process(rank_pool: RankPool, layout: str) -> None:
     assert_equivalent(language_in_parts, [f"{layout}/fp16/tp=2"], pool=rank_pool, around=fp16_on_the_cpu)
 
@@ -121,6 +122,7 @@ def zero(stage: int) -> Any:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.sampled(1)
 def test_the_loss_scale_and_skipped_steps_go_on_after_a_checkpoint(rank: int, stage: int, tmp_path: Path) -> None:
     with fp16_on_the_cpu():
         first = Run(zero(stage), rank).train(0, 5)

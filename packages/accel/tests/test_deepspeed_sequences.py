@@ -105,7 +105,7 @@ def train(plan: Plan) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "stage", "accumulate"),
     [  # by default each pair of values at least once
@@ -132,6 +132,7 @@ def test_in_bf16_they_are_as_far_from_it_as_data_parallel_ranks(rank_pool: RankP
     assert_close_state(spread, alone, rtol=0, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_full_sequences_and_back(rank_pool: RankPool, tmp_path: Path) -> None:
     """Shared by two ranks, then data-parallel at another stage, then one process, then shared by two of four."""
     plans = [(Plan(3, 2), 2), (Plan(1, 1), 2), (Plan(), 1), (Plan(2, 2), 4)]

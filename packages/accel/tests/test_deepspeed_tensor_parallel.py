@@ -164,6 +164,7 @@ QUICK = {(2, 2), (4, 0), (4, 1), (4, 3)}  # each stage once; the others are repe
         for stage in range(4)
     ],
 )
+@pytest.mark.sampled(1)
 def test_tensor_parallel_ranks_train_as_one_process(rank_pool: RankPool, ranks: int, stage: int) -> None:
     """With biases, halves of one weight, a frozen layer, a tied weight, clipping, and other first weights on each.
 
@@ -174,6 +175,7 @@ def test_tensor_parallel_ranks_train_as_one_process(rank_pool: RankPool, ranks: 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.sampled(1)
 def test_gradients_of_inputs_may_travel_meanwhile(rank_pool: RankPool, stage: int) -> None:
     found = rank_pool.run(train, Plan(stage, 2, overlap=True), ranks=2)[0]
     assert_close_state(found, rank_pool.run(train, Plan(), ranks=1)[0], rtol=0, atol=1e-5)
@@ -193,7 +195,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chain", "accumulate"),
     [
@@ -232,12 +234,14 @@ def test_windows_are_exact(rank_pool: RankPool, layout: str) -> None:
 
 @needs_cpu_adam
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_states_on_the_host_are_those_of_parts(rank_pool: RankPool, stage: int) -> None:
     parameters = "/offload_param=cpu" if stage == 3 else ""
     layout = f"ds{stage}:2/fp32/acc=3/tp=2/offload_optimizer=cpu{parameters}"
     assert_equivalent(language_in_parts, [layout], pool=rank_pool)
 
 
+@pytest.mark.slow
 def test_parts_are_cut_from_modules_that_stage_3_has_partitioned(rank_pool: RankPool) -> None:
     alone = rank_pool.run(train, Plan(), ranks=1)[0]
     for ranks in (2, 4):
@@ -247,6 +251,7 @@ def test_parts_are_cut_from_modules_that_stage_3_has_partitioned(rank_pool: Rank
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.sampled(1)
 def test_full_weights_are_handed_out_and_taken(rank: int, tmp_path: Path, stage: int) -> None:
     """By ``save_model``, within ``full_parameters``, and with a model that is only evaluated."""
     accelerator = opened(Plan(stage, 2))
@@ -601,6 +606,7 @@ def train_language(kind: str, shared: int, stage: int | None) -> dict[str, torch
         pytest.param("llama", 3, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_model_of_transformers_trains_as_in_one_process(rank_pool: RankPool, kind: str, stage: int) -> None:
     found = rank_pool.run(train_language, kind, 2, stage, ranks=2)[0]
     assert_close_state(found, rank_pool.run(train_language, kind, 1, None, ranks=1)[0], rtol=0, atol=1e-5)

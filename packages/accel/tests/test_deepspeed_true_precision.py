@@ -52,6 +52,7 @@ class Run:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.sampled(1)
 def test_weights_and_states_are_bf16_and_those_of_ddp(rank: int, stage: int) -> None:
     states = []
     for options in ({}, {"deepspeed_plugin": {"zero_stage": stage}}):
@@ -68,6 +69,7 @@ def test_weights_and_states_are_bf16_and_those_of_ddp(rank: int, stage: int) -> 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.sampled(1)
 def test_a_resumed_run_goes_on_with_the_same_bits(rank: int, stage: int, tmp_path: Path) -> None:
     options = {"deepspeed_plugin": {"zero_stage": stage}}
     first = Run(**options)

@@ -68,6 +68,7 @@ def assert_close(model: nn.Module, expected: list[torch.Tensor], dtype: torch.dt
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adam"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.sampled(2)
 def test_ddp_equals_one_process(
     rank: int, world_size: int, dtype: torch.dtype, accumulate: int, optimizer_name: str
 ) -> None:
@@ -89,6 +90,7 @@ def test_ddp_equals_one_process(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("counts", [((3, 2), (1, 6)), ((0, 5), (4, 3)), ((0, 0), (7, 5)), ((12, 0), (0, 0))])
+@pytest.mark.sampled(1)
 def test_weighted_micro_batches_of_any_size_equal_one_batch(
     rank: int, world_size: int, counts: tuple[tuple[int, int], ...]
 ) -> None:

@@ -22,7 +22,7 @@ from accel_testing.faults.memory import peak_allocated
 HYBRID = "fsdp:4/dp_replicate=2/dp_shard=2"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "program"),
     [
@@ -89,7 +89,7 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chain", WINDOWS, ids="-".join)
 def test_an_open_window_goes_on_in_another_strategy(
     rank_pool: RankPool, tmp_path: Path, chain: tuple[str, str]
@@ -139,6 +139,7 @@ def imported(strategy: str, folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("writer", "reader"), [(("fsdp", 2), ("fsdp", 4)), (("single", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 2))]
 )
+@pytest.mark.sampled(1)
 def test_weights_of_other_tools_load_into_shards(
     rank_pool: RankPool, tmp_path: Path, writer: tuple[str, int], reader: tuple[str, int]
 ) -> None:

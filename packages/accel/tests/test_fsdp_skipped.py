@@ -113,6 +113,7 @@ BETWEEN = r"rank 0: forward\(Choosing.blocks.* #(\d+).*\n.*rank 1: forward\(.* #
 
 @pytest.mark.parametrize("version", [2, 1])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "one more"])
+@pytest.mark.sampled(2)
 def test_ranks_of_several_machines_that_take_different_blocks_are_named(
     version: int, case: str, rank_pool: RankPool
 ) -> None:
@@ -132,6 +133,7 @@ def test_ranks_of_several_machines_of_which_one_takes_a_block_more_are_named(tmp
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.sampled(1)
 def test_ranks_that_skip_the_same_blocks_train(version: int, apart: bool, rank_pool: RankPool) -> None:
     rank_pool.run(train, version, ([0, 2], [0, 2]), apart=apart, group=None)
 

@@ -67,6 +67,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("scenario", SAMPLE)
+@pytest.mark.sampled(2)
 def test_every_rank_is_told_who_went_another_way_and_where(scenario: str, sampled: dict[str, dict[str, Any]]) -> None:
     found = sampled[scenario]
     assert complaints(found) == [], "\n".join(found["said"])

@@ -156,6 +156,7 @@ def test_a_load_that_is_refused_in_a_loop_leaves_the_position_counting(saved: bo
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("dispatch", [True, False])
+@pytest.mark.sampled(1)
 def test_an_epoch_that_ended_is_followed_by_the_next(rank: int, dispatch: bool, counted: bool, tmp_path: Path) -> None:
     options = {"dataloader_config": DataLoaderConfiguration(dispatch_batches=dispatch, data_seed=1)}
     script = Script(**options)

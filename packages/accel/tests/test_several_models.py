@@ -249,6 +249,7 @@ def test_a_scheduler_of_an_optimizer_that_is_not_prepared_is_refused() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+@pytest.mark.sampled(2)
 def test_inside_a_window_the_norm_is_that_of_what_this_process_has_accumulated(
     rank: int, strategy: str, precision: str
 ) -> None:

@@ -82,6 +82,7 @@ def test_it_finds_the_same_process(tmp_path: Path) -> None:
         "1 +",
     ],
 )
+@pytest.mark.sampled(2)
 def test_it_ends_in_the_same_way(tmp_path: Path, end: str) -> None:
     path = written(tmp_path, f"import atexit\natexit.register(print, 'the exit handler')\n{end}")
     path.write_text(PRELOADED + path.read_text())
@@ -232,6 +233,7 @@ print(early)
     assert outputs == ["True\n"]
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_replaced(tmp_path: Path) -> None:
     path = written(tmp_path, "print('here')")
     programs = ForkedPrograms()
@@ -278,6 +280,7 @@ with forked_programs():
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_marked_tests_start_their_programs_by_exec(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import sys, pytest\n"

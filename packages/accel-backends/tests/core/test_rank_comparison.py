@@ -34,6 +34,7 @@ def made(case: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp1", "deepspeed"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(5)
 def test_the_first_difference_is_named_on_every_rank(rank: int, name: str, case: str) -> None:
     if name == "deepspeed" and case in ("dtype", "name"):
         pytest.skip("it refuses fp64, and parameters without an optimizer, before it compares")

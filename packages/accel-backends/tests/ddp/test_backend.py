@@ -169,6 +169,7 @@ def test_overflow_on_one_rank_skips_on_all_and_halves_the_scale_once(rank, world
 @pytest.mark.parametrize("optimizer_kind", ["sgd", "adam"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.sampled(2)
 def test_twenty_steps_equal_one_process_at_the_same_global_batch(
     rank, world_size, optimizer_kind, dtype, bound, accumulate
 ):
@@ -278,6 +279,7 @@ def test_lower_precisions_stay_within_their_bound_of_one_process(rank, world_siz
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("batches", [(3, 5), (0, 2), (4, 1), (2, 2)])
 @pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.sampled(2)
 def test_ranks_that_ran_out_go_on_with_the_others_state(rank, world_size, batches, precision):
     """Weights are equal after the join, and stay so in the steps after it: momentum and loss scale are equal, too."""
     ddp = backend(precision)

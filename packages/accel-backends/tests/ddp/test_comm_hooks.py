@@ -54,6 +54,7 @@ def test_compressed_gradients_are_means_within_their_dtypes_rounding(rank, world
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [options for options, _ in HOOKS], ids=str)
+@pytest.mark.sampled(2)
 def test_training_through_every_hook_learns_what_it_does_without(rank, world_size, options):
     losses = {}
     for name, config in (("plain", None), ("hook", DDPConfig(**options))):

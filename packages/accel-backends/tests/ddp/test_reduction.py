@@ -97,6 +97,7 @@ def step(*optimizers: torch.optim.Optimizer) -> None:
     [{}, {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
     ids=["one bucket", "many buckets", "find unused"],
 )
+@pytest.mark.sampled(6)
 def test_parts_that_a_backward_leaves_out_train_as_in_one_process(rank: int, what: str, options: Any) -> None:
     chosen = CHOICES[what]
     ddp, model, own, reference, other = prepared(**options)

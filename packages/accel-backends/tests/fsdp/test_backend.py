@@ -97,7 +97,7 @@ if Version(torch.__version__) >= Version("2.13"):  # refused before
     SHARDINGS["unused"] = {"find_unused_parameters": True}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options", list(SHARDINGS.values()), ids=list(SHARDINGS))
 def test_every_sharding_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
@@ -297,7 +297,7 @@ def fresh_pool() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "regional"),
     [
@@ -395,6 +395,7 @@ UNFIT: dict[str, Unfit] = {
         ("one rank's error", "parameters of no prepared model"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_what_cannot_be_sharded_is_refused_on_all_ranks(rank: int, case: str, message: str) -> None:
     options, make = UNFIT[case]
     made = make(make_model("transformer"), rank)

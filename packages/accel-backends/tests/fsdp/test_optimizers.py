@@ -54,6 +54,7 @@ ALIKE = ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAda
 @pytest.mark.parametrize(
     ("version", "kind"), [*((version, kind) for version in (2, 1) for kind in ALIKE), (2, "LBFGS"), (1, "Rprop")]
 )
+@pytest.mark.sampled(6)
 def test_an_optimizer_steps_on_shards_as_on_full_parameters(rank: int, version: int, kind: str) -> None:
     expected = matrices()
     stepping = made(kind, expected)

@@ -73,6 +73,7 @@ def assert_equal(backend: FSDPBackend, model: nn.Module, expected: nn.Module) ->
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "prepared again"])
 @pytest.mark.parametrize("uses", USES.values(), ids=USES)
+@pytest.mark.sampled(3)
 def test_scales_train_as_in_one_process(uses: Uses, again: bool) -> None:
     backend = opened()
     (model, optimizer), (expected, stepping) = made(), made()

@@ -102,6 +102,7 @@ def assert_as_one_process(backend: FSDPBackend, route: Route) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
+@pytest.mark.sampled(2)
 def test_ranks_that_use_different_layers_of_a_unit_train_as_one_process(rank: int, route: Route) -> None:
     assert_as_one_process(opened(), route)
 

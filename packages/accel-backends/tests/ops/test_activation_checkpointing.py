@@ -316,6 +316,7 @@ def test_one_device_trains_as_without_it():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [DDPBackend, FSDPBackend, FSDP1Backend])
+@pytest.mark.sampled(1)
 def test_ranks_train_as_without_it(rank, kind):
     plain, once = trained(kind)
     found, twice = trained(kind, activation_checkpointing=ActivationCheckpointing(save="matmuls"))

@@ -92,6 +92,7 @@ def test_a_negative_limit_is_refused():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("kind", ["shard", "replicate", "partial", "uneven", "mixed"])
+@pytest.mark.sampled(5)
 def test_the_norm_of_dtensors_is_that_of_full_tensors(rank, world_size, norm_type, kind):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

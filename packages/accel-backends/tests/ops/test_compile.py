@@ -141,6 +141,7 @@ def layers(order):
 
 
 @pytest.mark.parametrize("order", ["", "d", "c", "cd", "dc", "cdc", "ddc", "dcd"])
+@pytest.mark.sampled(2)
 def test_unwrapping_is_total_and_idempotent_in_any_order(order):
     model, wrapped = layers(order)
     assert unwrap(wrapped, keep_torch_compile=False) is model

@@ -61,6 +61,7 @@ def test_an_optimizer_that_has_stepped_on_halves_goes_on_in_fp32(name: str) -> N
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp1"])
+@pytest.mark.sampled(1)
 def test_a_model_built_in_bf16_has_fp32_masters(name: str) -> None:
     check(name)
 

@@ -130,6 +130,7 @@ def train(model: nn.Module, optimizer: Any, backward: Any, step: Any, part: slic
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("version", "kind"), [*((2, kind) for kind in KINDS), (1, "sign")])
+@pytest.mark.sampled(2)
 def test_it_steps_on_shards_as_on_full_parameters(rank: int, version: int, kind: str) -> None:
     expected = model_of()
     stepping = KINDS[kind](expected.parameters())

@@ -133,6 +133,7 @@ def test_extra_state_goes_by_the_module_that_has_it():
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("trained", [0, 2])
+@pytest.mark.sampled(3)
 def test_an_optimizer_continues_exactly_from_its_state(kind, trained):
     torch.manual_seed(0)
     one = Tied()

@@ -24,6 +24,7 @@ METHODS = [("allgather", True), ("allgather", False), ("ring", True), ("ring", F
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("method", "balanced"), METHODS)
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sampled(3)
 def test_attention_over_shards_is_that_of_full_sequences(rank, method, balanced, causal):
     cp = context(method, balanced)
     generator = torch.Generator().manual_seed(0)
@@ -95,6 +96,7 @@ def assert_trains_as_one_process(name, method, balanced, dtype=torch.float64, to
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("method", "balanced"), METHODS)
+@pytest.mark.sampled(2)
 def test_two_ranks_train_llama_as_one_process(rank, method, balanced):
     assert_trains_as_one_process("llama", method, balanced)
 
@@ -103,6 +105,7 @@ def test_two_ranks_train_llama_as_one_process(rank, method, balanced):
 @pytest.mark.parametrize(
     ("name", "method"), [("llama tied", "ring"), ("llama", "allgather"), ("gpt2", "ring"), ("gpt2", "ulysses")]
 )
+@pytest.mark.sampled(1)
 def test_four_ranks_train_as_one_process(rank, name, method):
     assert_trains_as_one_process(name, method, balanced=True)
 

@@ -61,7 +61,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("name", "optimizer", "plan"), CASES, ids=lambda value: None if callable(value) else value)
 def test_two_ranks_train_as_one_process(rank, name, optimizer, plan):
@@ -70,12 +70,14 @@ def test_two_ranks_train_as_one_process(rank, name, optimizer, plan):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("name", "optimizer"), [("llama tied", "adamw"), ("gpt2", "sgd")])
+@pytest.mark.sampled(1)
 def test_four_ranks_train_as_one_process(rank, name, optimizer):
     assert_trains_as_one_process(name, optimizer, torch.float64, 1e-10, "derive")
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.slow
 def test_four_ranks_train_as_one_process_in_single_precision(rank, name):
     assert_trains_as_one_process(name, "sgd", torch.float32, 1e-5, "derive")
 

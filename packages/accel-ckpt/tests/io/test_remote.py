@@ -125,6 +125,7 @@ def test_overwriting_leaves_only_the_new(folder: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["tensors-00000.safetensors", "tree.json", "manifest.json"])
+@pytest.mark.sampled(2)
 def test_damage_is_found_by_its_files_name(folder: str, file: str, caplog: pytest.LogCaptureFixture) -> None:
     series = CheckpointDirectory(folder)
     for number in range(2):

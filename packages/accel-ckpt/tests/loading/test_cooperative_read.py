@@ -86,6 +86,7 @@ def test_every_block_is_compared_once_by_one_of_two_ranks(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("block", range(4))
+@pytest.mark.sampled(1)
 def test_damage_that_one_rank_compares_fails_both(tmp_path: Path, rank: int, block: int) -> None:
     world = dist.group.WORLD
     saved = accel_ckpt.save(tmp_path / "one", {"w": torch.zeros(BLOCK, dtype=torch.int32)})

@@ -181,6 +181,7 @@ def test_all_ranks_agree_on_numbers_and_on_the_latest(tmp_path: Path, rank: int)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transaction", range(10))
+@pytest.mark.sampled(3)
 def test_what_was_saved_is_there_for_both_ranks_at_once(tmp_path: Path, rank: int, transaction: int) -> None:
     """Nobody waits for the other between saving and loading; each writes one of the tensors that both read."""
     series = CheckpointDirectory(tmp_path)

@@ -76,6 +76,7 @@ COMMANDS = {
     "command",
     [pytest.param(name, marks=() if name == "reshard" else pytest.mark.slow) for name in COMMANDS],
 )
+@pytest.mark.slow
 def test_memory_holds_few_tensors_at_a_time(tmp_path: Path, command: str) -> None:
     """Of sixteen tensors of 8 MiB, few (one for each thread that looks at them) and what is compared of them."""
     for name in ("one", "other"):

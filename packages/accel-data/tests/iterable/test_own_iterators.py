@@ -31,6 +31,7 @@ def loader_of(workers, *, divides):
 @pytest.mark.filterwarnings("ignore:every reader of OwnIterator:RuntimeWarning")
 @pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize(("workers", "later"), [(0, 0), (2, 2), (2, 0), (1, 2)])
+@pytest.mark.sampled(2)
 def test_a_dataset_that_is_its_own_iterator_is_read_once(divides, workers, later):
     loader = loader_of(workers, divides=divides)
     batches = iter(loader)

@@ -190,7 +190,7 @@ def test_an_order_that_depends_on_a_worker_goes_on_where_it_was_left(before, aft
     assert seen == expected
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("dataset", [Files(files_of([5, 3, 14, 6])), Files(files_of([5, 3, 14, 6]), False), Seated()])
 @pytest.mark.parametrize("skipped", [1, 5])
@@ -214,6 +214,7 @@ def test_skipped_batches_are_those_that_a_pass_would_deliver_first(dataset, work
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.sampled(1)
 def test_ranks_with_shards_of_their_own_skip_the_same_steps(rank, world_size, workers, even):
     def rows(loader):
         return [real(loader, batch, rank) for batch in loader]
@@ -238,7 +239,7 @@ def test_a_state_is_loaded_where_as_many_batches_were_skipped():
     assert sorted(seen + [index for batch in loader for index in batch.tolist()]) == list(range(28))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["skip", "gate"])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("dataset", [Files(files_of([5, 3, 14, 6])), Files(files_of([5, 3, 14, 6]), False), Seated()])
@@ -346,6 +347,7 @@ def test_a_loaded_position_outlives_a_skip_that_nobody_reads():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", ["skip", "gate"])
+@pytest.mark.sampled(1)
 def test_ranks_with_shards_of_their_own_save_between_a_skip_and_the_first_batch(rank, world_size, workers, how):
     def make():
         return prepared(Files(files_of([7, 3, 5, 6, 4, 9])), rank, world_size, even=True, num_workers=workers)

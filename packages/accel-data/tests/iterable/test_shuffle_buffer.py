@@ -290,14 +290,14 @@ def check_resumes(rank, ranks, make, workers, steps):
         assert listed(resumed) == epochs[epoch + 1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("make", SOURCES)
 def test_a_prepared_loader_resumes_exactly_inside_an_epoch_and_across_epochs(make, workers):
     check_resumes(0, 1, make, workers, steps=7)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("make", SOURCES)
@@ -307,6 +307,7 @@ def test_two_ranks_resume_exactly_inside_an_epoch_and_across_epochs(rank, world_
 
 @pytest.mark.parametrize("make", SOURCES)
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.sampled(2)
 def test_two_ranks_together_deliver_every_element_once(make, workers):
     got = []
     for rank in range(2):

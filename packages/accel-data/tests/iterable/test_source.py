@@ -125,6 +125,7 @@ def test_each_rank_gets_its_part_in_the_same_order_for_any_number_of_workers(wor
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.sampled(1)
 def test_the_last_batch_of_an_epoch_is_completed_alike_after_a_seek(workers, cut):
     for rank in range(3):
         whole = listed(prepared(Seekable(21), rank, 3, num_workers=workers))
@@ -321,6 +322,7 @@ def test_a_seekable_dataset_is_not_read_again_from_the_front(monkeypatch):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.sampled(1)
 def test_a_dataset_that_divides_itself_goes_on_with_the_same_workers(steps):
     whole = listed(prepared(WorkerAware(20), num_workers=2))
     loader = prepared(WorkerAware(20), num_workers=2)

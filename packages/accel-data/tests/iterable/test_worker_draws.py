@@ -64,7 +64,7 @@ def noisy(samples):
     return [(sample, torch.rand(()).item(), random.random(), float(np.random.rand())) for sample in samples]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cut", [1, 2, 3])
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("workers", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])

@@ -103,6 +103,7 @@ def test_augmentation_is_a_function_of_the_sample_in_every_epoch_whoever_reads_i
 
 @pytest.mark.parametrize("kwargs", WORKERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.sampled(3)
 def test_augmentation_goes_on_through_a_resume_and_a_resize(ranks, kwargs):
     expected = samples(loader_of())
     loader = loader_of(batch_size=5)

@@ -104,6 +104,7 @@ def opened(stage: int, precision: str = "no", **options: Any) -> Iterator[Any]:
         (0, "Muon"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_an_optimizer_steps_on_pieces_as_on_full_parameters(rank: int, stage: int, kind: str) -> None:
     expected = matrices()
     stepping = made(kind, expected)

@@ -103,12 +103,14 @@ def assert_clipped_as_one_process(
         for column, place in enumerate(PLACES)
     ],
 )
+@pytest.mark.sampled(5)
 def test_any_norm_clips(rank: int, stage: int, device: str, norm_type: float) -> None:
     assert_clipped_as_one_process(stage, device, lambda side: [side.norm(side.layers(), 0.3, norm_type)], rank=rank)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize(("stage", "device"), PLACES)
+@pytest.mark.sampled(4)
 def test_some_of_the_parameters_are_clipped(rank: int, stage: int, device: str, norm_type: float) -> None:
     """Each layer to a norm of its own, the middle one not at all."""
     assert_clipped_as_one_process(
@@ -138,7 +140,7 @@ def value_of_a_part(side: Side) -> list[torch.Tensor]:
     return [side.norm(side.layers(), math.inf)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip", [norm_then_part, part_then_norm, norm_then_value, value_of_a_part])
 @pytest.mark.parametrize(("stage", "device"), PLACES)
 def test_clips_follow_each_other(
@@ -149,6 +151,7 @@ def test_clips_follow_each_other(
 
 @pytest.mark.parametrize("layers", [(), (0, 4)])
 @pytest.mark.parametrize(("stage", "device"), PLACES)
+@pytest.mark.sampled(4)
 def test_gradients_that_are_added_after_a_clip_are_not_clipped(
     rank: int, stage: int, device: str, layers: tuple[int, ...]
 ) -> None:

@@ -118,6 +118,7 @@ WINDOWS = [((0, 1, 2), (0, 1, 2)), ((0, 2), (0, 1, 2)), ((0, 2), (2,)), ((0, 1),
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "offload"), CASES)
+@pytest.mark.sampled(2)
 def test_a_block_that_all_ranks_leave_out_is_not_stepped(rank: int, world_size: int, stage: int, offload: str) -> None:
     with beside(stage, **offloaded(offload)) as pair:
         for window, uses in enumerate(WINDOWS):
@@ -138,6 +139,7 @@ BLOCKS_APART = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bucket", [10, 500_000])
 @pytest.mark.parametrize(("stage", "offload"), [case for case in CASES if case[0] < 3])
+@pytest.mark.sampled(2)
 def test_ranks_that_skip_different_blocks_train_as_one_process(
     rank: int, world_size: int, stage: int, offload: str, bucket: int
 ) -> None:
@@ -208,6 +210,7 @@ def test_full_weights_for_one_rank_only_are_there_where_ranks_have_no_parts(rank
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
 def test_full_weights_for_one_rank_only_are_refused_where_ranks_have_parts(stage: int, tmp_path: Path) -> None:
     run = run_prepared(ALONE, stage, folder=tmp_path)
     assert re.search(r"CollectiveMismatchError(.|\n)*rank 0: get_state_dict", run.check_failed().output)

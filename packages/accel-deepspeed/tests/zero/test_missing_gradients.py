@@ -88,6 +88,7 @@ def assert_alike(backend: Any, trained: nn.Module, reference: nn.Module) -> None
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 @pytest.mark.parametrize(("stage", "where"), CASES)
+@pytest.mark.sampled(4)
 def test_parts_that_no_rank_uses_stay(rank: int, world_size: int, stage: int, where: str, kind: str) -> None:
     reference = Parts()
     plain = optimizer_of(reference, kind)
@@ -104,6 +105,7 @@ def test_parts_that_no_rank_uses_stay(rank: int, world_size: int, stage: int, wh
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.sampled(1)
 def test_counts_of_steps_that_were_missed_are_saved_and_loaded(rank: int, world_size: int, stage: int) -> None:
     reference = Parts()
     plain = optimizer_of(reference, "AdamW")
@@ -173,6 +175,7 @@ def test_other_counts_of_an_optimizer_are_refused_when_a_part_comes_back(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "where"), CASES)
+@pytest.mark.sampled(2)
 def test_copies_of_parts_that_no_rank_uses_keep_their_bits(rank: int, world_size: int, stage: int, where: str) -> None:
     with opened(stage, where, "bf16") as backend:
         model = Parts()
@@ -189,6 +192,7 @@ def test_copies_of_parts_that_no_rank_uses_keep_their_bits(rank: int, world_size
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "where"), CASES)
+@pytest.mark.sampled(2)
 def test_parts_that_no_rank_uses_stay_in_a_window_that_is_resumed(
     rank: int, world_size: int, stage: int, where: str
 ) -> None:

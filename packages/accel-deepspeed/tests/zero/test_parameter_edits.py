@@ -106,6 +106,7 @@ def train(backend: Any, model: nn.Module, optimizer: Any, rank: int, edit: Calla
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "where"), HELD)
+@pytest.mark.sampled(2)
 def test_weights_written_between_steps_are_stepped(rank: int, world_size: int, stage: int, where: str) -> None:
     with engine(stage, where) as (backend, model, optimizer):
         train(backend, model, optimizer, rank, clamp)
@@ -122,6 +123,7 @@ def test_weights_written_past_autograd_are_stepped_in_fp32(rank: int, world_size
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "where"), CASES)
+@pytest.mark.sampled(2)
 def test_weights_loaded_between_steps_are_stepped(rank: int, world_size: int, stage: int, where: str) -> None:
     def once(model: nn.Module) -> None:
         if next(steps) == 1:
@@ -146,6 +148,7 @@ def test_loaded_weights_are_in_the_state_before_any_step(rank: int, world_size: 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "where"), CASES)
+@pytest.mark.sampled(2)
 def test_copies_keep_their_bits_where_a_write_changes_nothing(
     rank: int, world_size: int, stage: int, where: str
 ) -> None:
@@ -166,6 +169,7 @@ def test_copies_keep_their_bits_where_a_write_changes_nothing(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "where"), HELD)
+@pytest.mark.sampled(2)
 def test_frozen_weights_may_be_written(rank: int, world_size: int, stage: int, where: str) -> None:
     with engine(stage, where, frozen=True) as (backend, model, optimizer):
         train(backend, model, optimizer, rank, clamp)
@@ -251,6 +255,7 @@ def test_gradients_that_ranks_have_in_parts_may_be_deleted(rank: int, world_size
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "where"), CASES)
+@pytest.mark.sampled(2)
 def test_an_engine_goes_on_from_a_checkpoint_that_deepspeed_wrote(
     rank: int, world_size: int, stage: int, where: str, tmp_path: Path
 ) -> None:

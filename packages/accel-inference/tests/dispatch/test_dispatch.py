@@ -110,6 +110,7 @@ def test_hooks_of_the_user_stay_around_a_dispatch(model, tmp_path):
     assert seen == [model, model.linear1, model.batchnorm, model.linear2]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_with_offloaded_weights(model, tmp_path):
     expected = model(X)
     disk_offload(model, tmp_path, resident_bytes=1)

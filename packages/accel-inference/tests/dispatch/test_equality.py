@@ -90,7 +90,7 @@ KINDS = [to_cpu, to_disk, little_memory, with_buffers, half_on_disk, with_hook, 
 RESIDENT = (half_on_disk, with_hook, mapped)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", [*KINDS, mapped])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
@@ -167,7 +167,7 @@ def test_a_state_dict_of_an_offloaded_model_is_saved_with_ties(tmp_path):
     assert torch.equal(again(**inputs_of("llama-tied")).logits, expected)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*KINDS, mapped])
 @pytest.mark.parametrize("name", GENERATING)
 @torch.no_grad()

@@ -333,6 +333,7 @@ def test_a_map_may_keep_modules_on_disk_in_their_precision(saved, tmp_path):
 
 
 @pytest.mark.parametrize("options", AO, ids=str)
+@pytest.mark.sampled(1)
 def test_a_quantized_model_of_torchao_is_offloaded_to_host_memory_only(saved, options, tmp_path):
     _, file = saved
     model, x = loaded(file, config_of(options)).eval(), torch.randn(4, 64)

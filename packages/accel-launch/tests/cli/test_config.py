@@ -458,6 +458,7 @@ def test_commands_options_and_values_are_completed(words: str, expected: list[st
         ("accel explain tra", "accel explain train.py"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_shell_with_the_script_still_completes_files(typed: str, completed: str, tmp_path: Path) -> None:
     for name in ("train.py", "data.txt", "my.yaml"):
         (tmp_path / name).touch()

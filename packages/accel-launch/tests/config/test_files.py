@@ -284,6 +284,7 @@ def test_the_published_schema_is_that_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.sampled(3)
 def test_the_schema_takes_what_the_reader_takes(generation: str) -> None:
     import yaml
 

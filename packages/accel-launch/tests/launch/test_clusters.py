@@ -588,6 +588,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("how", ["stop", pytest.param("other", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_rank_is_told_of_one_on_another_machine_that_will_not_come(
     how: str, two_networks: list[tuple[str, str, str]], tmp_path: Path
 ) -> None:

@@ -45,7 +45,7 @@ def check_report(kind: str, folder: Path) -> None:
     assert "because of another rank (" not in head, said
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind in ("first", "worker", "killed") else pytest.mark.slow) for kind in KINDS],

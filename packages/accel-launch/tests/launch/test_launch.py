@@ -230,6 +230,7 @@ def test_the_environment_of_a_dry_run_is_the_one_that_a_run_has(tmp_path: Path) 
         (["--num_processes", "2", "--log_dir", "script.py/logs", "script.py"], "log_dir"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_bad_input_is_refused_within_seconds(argv: list[str], words: str, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("sede: 3\n")
     done = launch(tmp_path, *argv, timeout=60)
@@ -384,6 +385,7 @@ def test_a_killed_rank_leads_to_a_restart_that_works(tmp_path: Path) -> None:
     restarted(tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_restarts_work_on_one_port_too(tmp_path: Path) -> None:
     restarted(tmp_path, 1, "--main_process_port", str(free_port()))
 
@@ -403,6 +405,7 @@ def test_when_the_restarts_are_used_up_the_status_is_passed_on(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.sampled(1)
 def test_a_signal_ends_all_processes_within_seconds(number: signal.Signals, status: int, tmp_path: Path) -> None:
     with started(tmp_path, "--num_processes", "2", "--grace_period", "60", "script.py") as process:
         children = processes_of(process)
@@ -554,6 +557,7 @@ def test_two_machines_form_one_job_and_restart_together(tmp_path: Path) -> None:
     assert outputs[0][0].splitlines() == ["attempt 0 sum 3.0", "attempt 1 sum 3.0"]
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_machine_ends_the_job_on_the_other(tmp_path: Path) -> None:
     script = """
 import os, time

@@ -298,6 +298,7 @@ def test_options_reach_the_accelerator_and_libraries_that_read_variables(tmp_pat
         }
 
 
+@pytest.mark.slow
 def test_a_file_of_accelerate_reaches_the_accelerator_without_any_launcher(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(
         "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"

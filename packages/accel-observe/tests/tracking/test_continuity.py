@@ -121,6 +121,7 @@ def lives(folder: Path, trackers: str, kills: list[tuple[int, float]], early: bo
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("trackers", ["csv,tensorboard", "mlflow", "dvclive", "trackio", "clearml"])
 @pytest.mark.parametrize(("kills", "early"), LIVES)
+@pytest.mark.sampled(2)
 def test_killed_and_resumed_each_step_is_there_once(
     trackers: str, kills: list[tuple[int, float]], early: bool, tmp_path: Path
 ) -> None:

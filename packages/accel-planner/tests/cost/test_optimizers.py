@@ -20,6 +20,7 @@ def facts_of(*parameters: nn.Parameter) -> list[ParameterFact]:
     "kind", ["sgd", "momentum", "adam", "adamw", "adafactor", "rmsprop", "adagrad", "radam", "nadam", "adamax", "asgd"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.sampled(6)
 def test_predicted_states_are_those_that_a_step_makes(kind: str, dtype: torch.dtype) -> None:
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in [(), (5,), (6, 40), (3, 4, 5), (2, 7, 3, 3)]]
     for parameter in parameters:

@@ -18,6 +18,7 @@ def test_objects_come_in_order_of_rank(rank):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("sizes", [(0, 1, 2), (600, 0, 480), (480, 600, 700), (490, 491, 492), (100_000, 3, 600)])
+@pytest.mark.sampled(2)
 def test_objects_of_any_sizes_arrive(rank, sizes):
     expected = [bytes([number]) * size for number, size in enumerate(sizes)]
     assert all_gather_object(expected[rank]) == expected
@@ -74,6 +75,7 @@ def test_alone_everything_is_as_it_was():
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("failing", [[], [2], [1, 3], [0, 1, 2, 3]])
+@pytest.mark.sampled(1)
 def test_no_rank_goes_on_when_one_has_failed(rank, failing):
     if not failing:
         agree(None)

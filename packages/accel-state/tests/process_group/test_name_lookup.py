@@ -59,6 +59,7 @@ NAMESPACES = ["unshare", "--map-root-user", "--net", "--mount"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs namespaces")
+@pytest.mark.slow
 def test_name_servers_are_asked_by_the_program_only(tmp_path: Path) -> None:
     if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
         pytest.skip("the kernel gives this user no namespaces")

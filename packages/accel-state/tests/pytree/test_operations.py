@@ -285,6 +285,7 @@ def double(data):
 
 
 @pytest.mark.parametrize("make", MOVABLE.values(), ids=MOVABLE)
+@pytest.mark.sampled(3)
 def test_the_compiler_sees_through(make):
     torch._dynamo.reset()
     moved, converted = torch.compile(double, fullgraph=True, backend="eager")(make(torch.ones(2).half()))

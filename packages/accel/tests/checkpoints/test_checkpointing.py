@@ -108,6 +108,7 @@ def test_one_process_resumes_bit_for_bit(tmp_path: Path, before: int, accumulate
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("before", [6, 7])
+@pytest.mark.sampled(1)
 def test_two_processes_resume_bit_for_bit(tmp_path: Path, before: int, accumulate: int) -> None:
     check_resumes(tmp_path, before, accumulate=accumulate)
 

@@ -43,6 +43,7 @@ LOSSES = (0.5, 0.2, 0.9, 0.3, 0.8, 0.7)
         ({"total_limit": 2}, [4, 5]),
     ],
 )
+@pytest.mark.sampled(2)
 def test_the_best_are_kept_beside_the_newest(
     tmp_path: Path, rank: int, rules: dict[str, Any], kept: list[int], asynchronous: bool
 ) -> None:

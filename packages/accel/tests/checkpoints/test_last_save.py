@@ -67,6 +67,7 @@ def test_a_failure_of_one_rank_is_in_the_status_of_all(tmp_path: Path, strategy:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_group_that_the_script_destroys_too_early_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for status, said in statuses(tmp_path, strategy="ddp", fails=False):
         assert status == 120, said

@@ -372,6 +372,7 @@ def pool():
 
 
 @pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.sampled(1)
 def test_the_number_of_processes_is_a_warning_where_it_changes_the_batches(pool, tmp_path: Path, fixed: bool) -> None:
     pool.run(differing, str(tmp_path), load=False, fixed=fixed, ranks=2)
     line = "number of processes is 1 here and was 2 when it was saved"

@@ -97,6 +97,7 @@ def loaded_by(strategy: str, folder: str, narrow: torch.dtype) -> tuple[dict[str
     ],
     ids=str,
 )
+@pytest.mark.sampled(1)
 def test_whatever_a_model_has_comes_back(
     rank_pool: RankPool, tmp_path: Path, writer: tuple[str, int], reader: tuple[str, int], narrow: torch.dtype
 ) -> None:

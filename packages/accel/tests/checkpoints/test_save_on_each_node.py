@@ -39,6 +39,7 @@ def step(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Opti
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "background"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.sampled(1)
 def test_each_machine_goes_on_from_its_own_disk(
     tmp_path: Path, rank: int, strategy: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_an_open_window_needs_everybody(tmp_path: Path, rank: int, monkeypatch: 
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_a_slow_process_is_waited_for_where_it_is_needed(
     tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

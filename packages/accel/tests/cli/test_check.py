@@ -64,6 +64,7 @@ def test_a_check_that_cannot_be_run_says_why(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_misspelt_function_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_plan_is_a_table_with_the_choice_and_its_reasons(models: Path, capsys:
 @pytest.mark.parametrize(
     "columns", [60, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (80, 110, 200))]
 )
+@pytest.mark.slow
 def test_a_plan_keeps_its_units_in_a_terminal_of_any_width(columns: int, models: Path) -> None:
     """In a real terminal: every row ends in whether it fits, and every number has its unit."""
     keyboard, terminal = pty.openpty()

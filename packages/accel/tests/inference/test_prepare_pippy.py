@@ -114,6 +114,7 @@ PADDED = (torch.arange(12) < torch.tensor([[12], [7], [12], [12], [5], [12]])).l
     ],
     ids=["bert", "gpt2-classification", "t5", "vit"],
 )
+@pytest.mark.sampled(1)
 def test_encoders_and_encoder_decoders_compute_what_the_plain_model_computes(rank, make, batch, point):
     torch.manual_seed(0)
     model = make().double().eval()

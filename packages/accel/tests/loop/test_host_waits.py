@@ -58,6 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.sampled(5)
 def test_a_step_waits_for_no_device(rank: int, loop: Loop, options: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True, **options)
     made: Any = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
@@ -93,6 +94,7 @@ def modules(found: Sequence[str]) -> set[str]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("degrees", "given", "known"), AXES.values(), ids=AXES)
+@pytest.mark.sampled(2)
 def test_a_step_along_an_axis_of_a_model_waits_where_the_documentation_says(
     degrees: dict[str, int], given: dict[str, Any], known: set[str]
 ) -> None:

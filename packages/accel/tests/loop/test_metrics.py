@@ -46,6 +46,7 @@ def check(cases: list[tuple[int, int]], drop_last: bool, even: bool) -> None:
 @pytest.mark.parametrize(
     "ranks", [1, pytest.param(2, marks=pytest.mark.ranks(2)), pytest.param(4, marks=pytest.mark.ranks(4))]
 )
+@pytest.mark.sampled(3)
 def test_every_sample_once_on_a_sample_of_the_grid(ranks: int, drop_last: bool, even: bool) -> None:
     check(SAMPLE, drop_last, even)
 
@@ -166,6 +167,7 @@ def detections(images: list[int]) -> list[dict[str, torch.Tensor]]:
     ids=["indices", "indices sent", "stream", "stream sent"],
 )
 @pytest.mark.filterwarnings("ignore:every reader of")
+@pytest.mark.sampled(4)
 def test_ragged_detections_come_once_each_from_every_kind_of_loader(
     rank: int, size: int, kind: Any, dispatch: bool
 ) -> None:

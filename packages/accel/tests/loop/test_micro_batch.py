@@ -96,6 +96,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.sampled(2)
 def test_the_search_leaves_nothing_in_the_next_steps(rank: int, strategy: dict[str, Any]) -> None:
     def trained(*searches: int) -> dict[str, torch.Tensor]:
         accelerator = Accelerator(cpu=True, **strategy)
@@ -151,6 +152,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "whole after forward"])
+@pytest.mark.sampled(2)
 def test_a_sharded_model_trains_on_after_ranks_ran_out_of_memory(
     rank: int, failing: tuple[int, ...], where: str, reshard: bool
 ) -> None:

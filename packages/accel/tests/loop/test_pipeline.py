@@ -30,6 +30,7 @@ def assert_trains_as_one_process(name, degrees, config, *, accumulated=1, clip=N
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(1)
 def test_two_stages_with_1f1b(rank, name):
     assert_trains_as_one_process(name, {"pp_size": 2}, {})
 

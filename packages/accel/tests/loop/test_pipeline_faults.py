@@ -52,6 +52,7 @@ def assert_fails_everywhere(accelerator, model, batch, culprit, stage, words, me
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
 @pytest.mark.parametrize("called", [False, True], ids=["first call", "later call"])
+@pytest.mark.sampled(1)
 def test_a_stage_that_fails(rank, schedule, called):
     accelerator = accelerator_of({"pp_size": 2}, {"schedule": schedule})
     model, plain = llama().double(), llama().double()

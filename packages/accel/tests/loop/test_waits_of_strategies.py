@@ -115,6 +115,7 @@ def steps(accelerator: Accelerator, model: Any, optimizer: Any, batches: Iterato
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
+@pytest.mark.sampled(2)
 def test_a_step_waits_where_it_has_to_and_nowhere_else(rank: int, name: str) -> None:
     case = CASES[name]
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, **case.options)

@@ -91,6 +91,7 @@ def alone(strategy: str | None, degrees: dict[str, int], world_size: int, rank: 
         pytest.param(None, {"cp_size": 2}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_memory_and_traffic_are_those_of_a_real_rank(
     strategy: str | None, degrees: dict[str, int], rank_pool: RankPool
 ) -> None:
@@ -211,6 +212,7 @@ def reported(folder: Path, world_size: int, *words: str, flags: tuple[str, ...] 
     return found
 
 
+@pytest.mark.slow
 def test_a_script_that_never_ends_is_reported_after_one_step(tmp_path: Path) -> None:
     found = reported(tmp_path, 64, "ddp", flags=("--num_machines", "8", "--rank", "63"))
     assert (found["backend"], found["axes"], found["rank"]) == ("ddp", {"dp_replicate": 64}, 63)

@@ -70,6 +70,7 @@ def strategies(*few: str) -> pytest.MarkDecorator:
 
 @pytest.mark.ranks(2)
 @strategies("ddp", "fsdp", "zero3", "pp")
+@pytest.mark.sampled(1)
 def test_blocks_are_recomputed_and_the_weights_are_the_same(rank: int, name: str) -> None:
     check_recomputed(rank, name, True)
 

@@ -146,7 +146,7 @@ SLOW = ("cp2", "sp2", "sp2 replicas2", "sp2 tp2", "sp4", "pp2 sp2", "pp2 cp2 rin
 """Layouts that default tests cover elsewhere, or in another product of the same axes."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "degrees",
     [pytest.param(LAYOUTS[name], id=name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
@@ -207,6 +207,7 @@ def expected_of_experts(rank_pool: RankPool) -> dict[str, Any]:
         pytest.param("ep2 replicas2", (2, 96, 32), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_divided_experts_train_as_one_process(
     rank_pool: RankPool, expected_of_experts: dict[str, Any], degrees: str, shape: tuple[int, ...]
 ) -> None:
@@ -298,6 +299,7 @@ def test_a_capacity_without_experts_is_refused() -> None:
         pytest.param("fsdp2", "ep2 fsdp2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_divided_experts_resume_in_mid_window_at_other_degrees(
     rank_pool: RankPool, expected_of_experts: dict[str, Any], tmp_path: Path, first: str, second: str
 ) -> None:
@@ -327,7 +329,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_a_run_resumes_in_mid_window_at_other_degrees(
     rank_pool: RankPool, expected: dict[str, Any], tmp_path: Path, first: str, second: str
@@ -534,6 +536,7 @@ def dropped_places(degrees: Degrees) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("degrees", [{"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}])
+@pytest.mark.sampled(1)
 def test_only_ranks_of_one_tensor_parallel_group_draw_equal_dropout_masks(
     rank_pool: RankPool, degrees: Degrees
 ) -> None:

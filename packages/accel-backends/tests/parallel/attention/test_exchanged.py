@@ -27,6 +27,7 @@ def random(*shape, seed):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("heads", "of_keys"), [(8, 8), (8, 4), (8, 2), (8, 1), (12, 6), (12, 3)])
+@pytest.mark.sampled(2)
 def test_heads_of_keys_may_be_fewer_than_the_ranks(rank, heads, of_keys):
     sp = context()
     q, k, v = (random(2, n, 8, 4, seed=n) for n in (heads, of_keys, of_keys))

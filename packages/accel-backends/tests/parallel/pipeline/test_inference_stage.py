@@ -58,6 +58,7 @@ def in_stages(model, ranges, inputs, called=None):
 
 @pytest.mark.parametrize("make", [t5, bart, deberta])
 @pytest.mark.parametrize("stops", [[2, 3, 4], [1, 2, 3, 4, 5], [3], [5]])
+@pytest.mark.sampled(3)
 def test_stages_compute_what_the_model_computes(make, stops):
     torch.manual_seed(0)
     model = make().double().eval()

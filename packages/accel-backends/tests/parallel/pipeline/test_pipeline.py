@@ -74,6 +74,7 @@ def assert_gradients_of_one_process(name, schedule, count=4):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(1)
 def test_two_stages_give_the_gradients_of_one_process(rank, name, schedule):
     assert_gradients_of_one_process(name, schedule)
 
