@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from accel.loop.accumulation import normalise, weighted_scale
-from accel.loop.accumulator import AccumulationWindow
+from accel.loop.window import AccumulationWindow
 from accel_backends.ops.clip import scale_gradients
 from accel_state.errors import ConfigError
 

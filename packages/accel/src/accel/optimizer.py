@@ -16,6 +16,7 @@ class GroupCheck(Protocol):
     """Interface of a backend's gradients that a prepared optimizer needs."""
 
     def check_group(self, group: Mapping[str, Any]) -> None: ...
+    def clear_unreduced(self, optimizer: Optimizer) -> None: ...
 
 
 class Stepper(Protocol):
@@ -29,7 +30,7 @@ class Stepper(Protocol):
 
 @final
 class PreparedOptimizer(Optimizer):
-    """The user's optimizer behind the step clock: ``step`` and ``zero_grad`` have an effect only when a step is due.
+    """The user's optimizer behind the step clock: ``step`` has an effect when a step is due, ``zero_grad`` after it.
 
     It is a ``torch.optim.Optimizer`` for schedulers and type checks, but its parameter groups, state and defaults are
     the inner optimizer's own objects. Pickling and copying apply to the inner optimizer.
@@ -51,7 +52,7 @@ class PreparedOptimizer(Optimizer):
         # Does not call Optimizer.__init__, which would copy the groups and patch this class's step with profiler hooks.
         self.__dict__.update(optimizer=optimizer, step_was_skipped=False)
         told = None if on_skip is None else weakref.WeakMethod(on_skip)
-        self.__dict__.update(_clock=clock, _backend=backend, _on_skip=told)
+        self.__dict__.update(_clock=clock, _backend=backend, _on_skip=told, _stepped_in=None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters if a step is due, and returns the closure's loss (None without a closure).
@@ -75,20 +76,43 @@ class PreparedOptimizer(Optimizer):
 
             stepped = self._backend.step(self.optimizer, keeping)
         self.step_was_skipped = not stepped
-        self._clock.stepped()
+        self._clock.stepped(self.optimizer)
+        self._stepped_in = self._clock.era
+        if self._clock.postponed:
+            self._clock.postponed.pop(self, None)
         if not stepped and self._on_skip is not None and (tell := self._on_skip()) is not None:
             tell()
         return losses[0] if losses else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients if a step is due; inside an accumulation window they are kept."""
-        if not self._clock.due:
-            return
-        self._clock.cleared(self.optimizer)
+        """Clears the gradients once for each accumulation window: after its step, or in place of it.
+
+        The first call after a step clears the gradients, also if it is the first line of the next window. Further calls
+        inside the window keep them. In the last micro-batch a call in place of ``step`` drops the window's gradients;
+        followed by the backward of this micro-batch, or by the step, it drops nothing.
+        """
+        clock = self._clock
+        if self._stepped_in is not clock.era:
+            if not clock.due:
+                return
+            if clock.window.unreduced:
+                clock.postponed[self] = set_to_none
+                return
+            if clock.window.position > 1 and id(self.optimizer) not in clock.window.done:
+                clock.window.dropped = type(self.optimizer).__name__
+        self.clear(set_to_none)
+
+    def clear(self, set_to_none: bool) -> None:
+        """Clears the gradients at once, those that ranks have not reduced yet included."""
+        clock = self._clock
+        self._stepped_in = None
+        clock.cleared(self.optimizer)
         if self._backend is None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         else:
             self._backend.zero_grad(self.optimizer, set_to_none=set_to_none)
+            if clock.window.unreduced:
+                self._backend.gradients.clear_unreduced(self.optimizer)
 
     def train(self) -> None:
         """Forwards to optimizers that keep two sets of weights (schedule-free ones); no-op for others."""

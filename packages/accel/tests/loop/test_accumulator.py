@@ -135,7 +135,7 @@ def test_the_loss_scale_is_settled_once_a_round() -> None:
         for key in ((0,), (1,)):
             clock.tick(key)
             clock.settle_scale(updates)
-            clock.stepped()
+            clock.stepped(None)
     assert updates == [False, False]  # before the second and the third round
 
 
@@ -146,7 +146,7 @@ def test_an_unfinished_window_holds_the_loss_scale_until_it_counts_as_abandoned(
         clock.tick((0,))
         clock.tick((0,))
         clock.settle_scale(updates)
-        clock.stepped()
+        clock.stepped(None)
     assert updates == [True] * PATIENCE + [False]
 
 

@@ -247,6 +247,15 @@ _WINDOWS = (
         route=routes.other_part_in_all_of_last_micro_batch,
         names=("dimension",),
     ),
+    Case("gradients cleared first, windows", models.Stack, loops.cleared_first, accumulate=3, short=True, since=None),
+    Case(
+        "windows thrown away before their last backward",
+        models.Stack,
+        partial(loops.cleared_first, drop=True),
+        accumulate=3,
+        route=routes.other_part_in_last_micro_batch_of_second_step,
+        since=None,
+    ),
     Case("clip by norm, windows", models.Stack, partial(loops.train, edit=loops.clip_norm), accumulate=3, since=None),
     Case(
         "gradients set to zero, windows",

@@ -212,6 +212,20 @@ def skipped(driver: Driver, model: nn.Module, *, weigh: bool = False, edit: Edit
     return train(driver, model, backward=backward, edit=edit)
 
 
+def cleared_first(driver: Driver, model: nn.Module, *, drop: bool = False) -> nn.Module:
+    """Clears gradients first in each micro-batch; ``drop``: in place of a step with the second route, too."""
+    built = momentum(model)
+    model, built = driver.prepare(model, built)
+    for batch in driver.batches():
+        with driver.accumulate(model):
+            built.zero_grad()
+            if drop and (batch.route == 1).any():
+                continue
+            driver.backward(error(model, batch))
+            built.step()
+    return model
+
+
 def two_backwards(driver: Driver, model: nn.Module) -> nn.Module:
     """Two losses of one forward, each with its own backward."""
 

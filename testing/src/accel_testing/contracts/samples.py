@@ -84,6 +84,11 @@ def other_part_in_all_of_last_micro_batch(step: int, micro: int, half: int, row:
     return int(micro == 2)
 
 
+def other_part_in_last_micro_batch_of_second_step(step: int, micro: int, half: int, row: int) -> int:
+    """The second part gets one micro-batch, which ends the second window."""
+    return int(step == 1 and micro == 2)
+
+
 def one_part_in_second_step(step: int, micro: int, half: int, row: int) -> int:
     """Both parts are used, except in the second step."""
     return 0 if step == 1 else row % 2

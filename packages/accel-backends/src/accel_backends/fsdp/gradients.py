@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_backends.fsdp.collectives import agreed_all_gathers
 from accel_backends.fsdp.shard import ShardedModels, rest
-from accel_backends.fsdp.unreduced_gradients import drop_gradients, set_unreduced_gradients, unreduced_gradients
+from accel_backends.fsdp.unreduced_gradients import (
+    drop_gradients,
+    drop_unreduced,
+    set_unreduced_gradients,
+    unreduced_gradients,
+)
 from accel_backends.ops.fqn import innermost
 from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
 
@@ -46,6 +52,12 @@ class DTensorGradients(ReplicatedGradients):
         """Drops gradients, those that torch has not reduced yet included."""
         rest(self._sharded, [model])
         drop_gradients(model)
+
+    def clear_unreduced(self, optimizer: Optimizer) -> None:
+        """Drops the full gradients of the optimizer's parameters that torch keeps unreduced on each rank."""
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for root in self._sharded:
+            drop_unreduced(root, ids)
 
     def trial(self, model: nn.Module, agree: Callable[[], None]) -> AbstractContextManager[Any]:
         """Context of a step that may fail on some ranks: they agree before each all-gather of a unit."""

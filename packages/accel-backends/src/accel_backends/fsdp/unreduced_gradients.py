@@ -1,6 +1,6 @@
 """Unreduced gradients of an FSDP2 model within an accumulation window."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -57,11 +57,16 @@ def set_unreduced_gradients(model: nn.Module, gradients: Mapping[str, torch.Tens
 def drop_gradients(model: nn.Module) -> None:
     """Drops all gradients, those that torch has not reduced yet included."""
     for entry, _ in _unreduced(model):
-        entry.unsharded_accumulated_grad = None
-        if (full := full_parameter(entry)) is not None:
-            full.grad = None
+        _drop(entry)
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def drop_unreduced(model: nn.Module, parameters: Container[int]) -> None:
+    """Drops the unreduced full gradients of sharded parameters with these ids."""
+    for entry, _ in _unreduced(model):
+        if id(entry.sharded_param) in parameters:
+            _drop(entry)
 
 
 def added_up(entry: Any) -> torch.Tensor | None:
@@ -71,6 +76,12 @@ def added_up(entry: Any) -> torch.Tensor | None:
         full = full_parameter(entry)
         added = None if full is None else full.grad
     return added
+
+
+def _drop(entry: Any) -> None:
+    entry.unsharded_accumulated_grad = None
+    if (full := full_parameter(entry)) is not None:
+        full.grad = None
 
 
 def _unreduced(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_backends.ops.clip import (
     check_norm,
@@ -126,6 +127,12 @@ class PipelineGradients(ReplicatedGradients):
         super().drop(model)
         for shards in self._shards_of([model]):
             shards.drop_gradients()
+
+    def clear_unreduced(self, optimizer: Optimizer) -> None:
+        """Drops the full gradients of the optimizer's parameters in stages that are sharded."""
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for shards in self._shards_of(self._models):
+            shards.drop_gradients(ids)
 
     def trial(self, model: nn.Module, agree: Callable[[], None]) -> AbstractContextManager[Any]:
         """Context of a step that may fail in some stages: the other ranks leave it with the rank that failed."""

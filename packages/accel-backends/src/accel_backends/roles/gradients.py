@@ -173,6 +173,12 @@ class ReplicatedGradients:
         for parameter in model.parameters():
             parameter.grad = None
 
+    def clear_unreduced(self, optimizer: Optimizer) -> None:
+        """Drops unreduced gradients of the optimizer's parameters that its ``zero_grad`` does not know.
+
+        Default: nothing, because unreduced gradients are in ``grad``.
+        """
+
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns copies of the next step's gradients as full tensors, by FQN, without the backend's own loss scale.
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.loop.accumulator import AccumulationWindow, StepClock
+from accel.loop.accumulator import StepClock
+from accel.loop.window import AccumulationWindow
 
 Weight = float | int | torch.Tensor
 

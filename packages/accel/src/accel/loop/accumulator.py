@@ -4,12 +4,10 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, final
+from typing import Protocol, final
 
+from accel.loop.window import AccumulationWindow
 from accel_state.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 Key = tuple[int, ...]
 """Models for which a window accumulates, as positions among the prepared ones; empty: all models."""
@@ -74,79 +72,17 @@ class ActiveLoader(Protocol):
     def disclaim(self) -> None: ...
 
 
+class Clearing(Protocol):
+    """Interface of an optimizer whose gradients the clock clears."""
+
+    def clear(self, set_to_none: bool) -> None: ...
+
+
 class Scaling(Protocol):
     """Interface of a loss scale that adapts between rounds of steps."""
 
     def update(self, *, hold: bool = False) -> None: ...
     def overflow_dropped(self) -> bool: ...
-
-
-class AccumulationWindow:
-    """One accumulation window of one group of models: its position, and the weights passed to ``backward``.
-
-    Attributes:
-        step: micro-batches since a loader last ended.
-        position: micro-batches of this window so far, of the expected ``size``.
-        weight: sum of the weights given on this rank; None: none yet. A number, as the two divisors, if it was loaded.
-        denominator: divisor of summed losses in this window so far.
-        reference: the denominator with which the next window starts.
-        stepped: an optimizer has stepped since the loss scale was last adapted.
-        rounds: steps of other groups since this window's last micro-batch.
-        cleared: ids of the optimizers whose gradients were cleared since the last weighted loss.
-        seen: the models had gradients after the last weighted loss.
-        reached: positions of models without a window of their own that losses of this window have reached.
-        unreduced: no backward has reduced the gradients of its last micro-batches yet.
-    """
-
-    __slots__ = (
-        "cleared",
-        "denominator",
-        "position",
-        "reached",
-        "reference",
-        "rounds",
-        "seen",
-        "size",
-        "step",
-        "stepped",
-        "unreduced",
-        "weight",
-    )
-
-    def __init__(self, step: int = 0) -> None:
-        self.step = step
-        self.position = 0
-        self.size = 1
-        self.weight: torch.Tensor | float | None = None
-        self.denominator: torch.Tensor | float | None = None
-        self.reference: torch.Tensor | float | None = None
-        self.stepped = False
-        self.rounds = 0
-        self.cleared: set[int] = set()
-        self.seen = False
-        self.reached: set[int] = set()
-        self.unreduced = False
-
-    @property
-    def open(self) -> bool:
-        """Whether it holds gradients of a step that is not due yet."""
-        return 0 < self.position < self.size
-
-    def restart(self, size: int) -> None:
-        """Begins the next window, with the expected number of micro-batches."""
-        self.position = 0
-        self.size = size
-        self.unreduced = False
-        if self.reached:
-            self.reached.clear()
-        if self.weight is not None or self.denominator is not None or self.seen:
-            self.close()
-
-    def close(self) -> None:
-        """Drops the weights given so far: their step was taken, their gradients were dropped, or a window begins."""
-        self.weight = None
-        self.denominator = None
-        self.seen = False
 
 
 @final
@@ -167,6 +103,9 @@ class StepClock:
         unclaimed: a pass of a loader has begun since the last backward or step.
         unstepped: after a backward whose step was due, no optimizer has stepped and no gradients were cleared.
         complete: weak reference to the function that reduces and divides gradients that are ``window.unreduced``.
+        postponed: calls of ``zero_grad`` in the last micro-batch of a window, before its backward: optimizers and their
+            ``set_to_none``. Without a backward or a step until the micro-batch ends, they drop the window.
+        era: another object after each load and reset, when no gradients of a step before it are left.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
             of a stream); nearly always 1.0.
     """
@@ -178,9 +117,11 @@ class StepClock:
         "complete",
         "correction",
         "due",
+        "era",
         "key",
         "num_models",
         "plugin",
+        "postponed",
         "share",
         "unclaimed",
         "unstepped",
@@ -196,6 +137,8 @@ class StepClock:
         self.unclaimed = False
         self.unstepped = False
         self.complete: Callable[[], Callable[[], None] | None] | None = None
+        self.postponed: dict[Clearing, bool] = {}
+        self.era = object()
         self._windows: dict[Key, AccumulationWindow] = {}
         self.key: Key = ()
         self.num_models = 0
@@ -241,7 +184,7 @@ class StepClock:
             complete()
             self.window.unreduced = False
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: object) -> None:
         """Called when an optimizer has stepped for the current group of models, or has skipped the step."""
         if self.unclaimed:
             self.claim_passes()
@@ -250,12 +193,19 @@ class StepClock:
         if window.weight is not None or window.denominator is not None or window.seen:
             window.close()
         window.stepped = True
+        window.done.add(id(optimizer))
 
     def cleared(self, optimizer: object) -> None:
         """Called when the gradients of an optimizer were cleared, so that losses without a step are dropped."""
         self.unstepped = False
         if self.window.weight is not None:
             self.window.cleared.add(id(optimizer))
+
+    def clear_postponed(self) -> None:
+        """Clears the gradients of the optimizers in ``postponed``."""
+        while self.postponed:
+            optimizer, set_to_none = self.postponed.popitem()
+            optimizer.clear(set_to_none)
 
     def settle_scale(self, scaling: Scaling) -> None:
         """Adapts the loss scale before a backward if a round of steps is over: some group begins its next window.
@@ -373,6 +323,8 @@ class StepClock:
         self.window = self._windows.setdefault((), AccumulationWindow())
         self.due = True
         self.unstepped = False
+        self.postponed.clear()
+        self.era = object()
         self.share = 1.0 / self.plugin.num_steps
         self.correction = 1.0
 
@@ -408,6 +360,7 @@ class StepClock:
             window.denominator, window.reference = divisors.get(text, (None, None))
             window.unreduced = window.open
         self.window = self._windows[()]
+        self.due = not self.open
 
     def weights(self) -> dict[str, float]:
         """Returns the sum of this rank's weights in each open window that has some, by group of models."""
@@ -422,7 +375,8 @@ class StepClock:
 
     def undo(self) -> Callable[[], None]:
         """Returns a function that undoes every load from now on, for a load that another object refuses."""
-        before = {name: getattr(self, name) for name in ("due", "share", "correction", "key", "window", "unstepped")}
+        names = ("due", "share", "correction", "key", "window", "unstepped", "era")
+        before = {name: getattr(self, name) for name in names}
         windows, claimed = dict(self._windows), set(self.claimed)
 
         def undo() -> None:

@@ -13,11 +13,18 @@ from accel_state.errors import BackendError, ConfigError, PrepareError
 from accel_state.watchdog.decorator import Recording, recorded
 
 if TYPE_CHECKING:
-    from accel.loop.accumulator import AccumulationWindow, Key, StepClock
+    from accel.loop.accumulator import Key, StepClock
     from accel.loop.loaders import Loaders
+    from accel.loop.window import AccumulationWindow
     from accel.prepared import PreparedObjects
     from accel.resilience.guard import PreemptionGuard
     from accel.setup.run_strategy import RunStrategy
+
+_SEVERAL_DROPPED = (
+    "zero_grad() of {optimizer} has dropped gradients of this accumulation window of {count} micro-batches, and its "
+    "last micro-batch goes backward again, so that a step would be that of this backward alone; nearest: zero_grad() "
+    "after optimizer.step(), or accumulate(model) around each loss of optimizers that step in turn"
+)
 
 
 @final
@@ -33,6 +40,8 @@ class MicroBatch:
 
     def __enter__(self) -> None:
         step, models = self._step, self._models
+        if step.clock.postponed:
+            step.clock.clear_postponed()
         if step.guard.listening is not None:
             step.guard.listening.before_micro_batch()
         if step.clock.tick(step.key(models)) or step.clock.plugin.sync_each_batch:
@@ -44,6 +53,8 @@ class MicroBatch:
     def __exit__(self, *exc: object) -> None:
         if self._quiet is not None:
             self._quiet.close()
+        if self._step.clock.postponed:
+            self._step.clock.clear_postponed()
 
 
 @final
@@ -79,8 +90,13 @@ class TrainingStep:
                 clock.claim_passes()
             if listening is not None:
                 listening.before_backward()
+            if clock.postponed:  # zero_grad before the backward, and not in place of the step
+                clock.postponed.clear()
             clock.unstepped = clock.due or clock.unstepped
-            clock.window.unreduced = not clock.due
+            window = clock.window
+            if window.dropped is not None:
+                raise BackendError(_SEVERAL_DROPPED.format(optimizer=window.dropped, count=window.position))
+            window.unreduced = not clock.due
             if backend.loss_scale is not None:
                 clock.settle_scale(backend.loss_scale)
             if weight is not None:

@@ -1,6 +1,6 @@
 """Parameters of pipeline stages, sharded while no batch is computed over ranks that compute on other tokens."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -111,10 +111,11 @@ class StageShards:
         names = {id(parameter): name for name, parameter in named_parameters(self._model).items()}
         return {names[id(shard)]: full.grad for shard, full in self._pairs() if full.grad is not None}
 
-    def drop_gradients(self) -> None:
-        """Drops the full gradients of this rank."""
-        for _, full in self._pairs():
-            full.grad = None
+    def drop_gradients(self, parameters: Container[int] | None = None) -> None:
+        """Drops the full gradients of this rank; ``parameters``: ids of their shards. Default: all."""
+        for shard, full in self._pairs():
+            if parameters is None or id(shard) in parameters:
+                full.grad = None
 
     @torch.no_grad()
     def reduce(self) -> None:
