@@ -198,6 +198,9 @@ def test_each_stage_loads_its_part_of_a_full_state_dict(rank):
     found = accelerator.get_state_dict(model)
     assert rank > 0 or found.keys() == other.state_dict().keys()
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in found.items())
+    with pytest.warns(UserWarning, match=r"stages of this rank only; accelerator\.get_state_dict\(model\) gathers all"):
+        part = model.state_dict()
+    assert {name.removeprefix("module.") for name in part} < other.state_dict().keys()
     accelerator.end_training()
 
 

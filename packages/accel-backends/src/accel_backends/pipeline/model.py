@@ -1,6 +1,7 @@
 """A model whose stages are on the ranks of a pipeline, called as the user's own model is."""
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -118,6 +119,15 @@ class PipelinedModel(nn.Module):
                 self.pipeline.agree_on_labels(labelled)  # otherwise some ranks would train and others evaluate
             output = self._trained(given) if gradients and (self.training or known) else self._evaluated(given)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the state of this rank's stages, with a warning: a file of it is not the model."""
+        warnings.warn(
+            "state_dict() of a pipelined model has the stages of this rank only; accelerator.get_state_dict(model) "
+            "gathers all stages, and accelerator.save_model writes them",
+            stacklevel=2,
+        )
+        return super().state_dict(*args, **kwargs)
 
     def _divided(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[float], tuple[int, int]]:
         """Micro-batches of a batch to train on, with their weights in its loss, and samples and tokens of each."""
