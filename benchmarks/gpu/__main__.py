@@ -21,7 +21,9 @@ def main() -> int:
     options.add_argument("--out", type=Path, required=True, help="folder for logs, results.json, table.md, plots")
     options.add_argument("--tiny", action="store_true", help="small sizes, on the CPU: a test of the driver itself")
     options.add_argument("--device", choices=["cuda", "cpu"], help="cuda, or cpu with --tiny; both may be tiny")
-    options.add_argument("--only", nargs="+", choices=BY_NAME, metavar="SECTION", help="run these sections only")
+    options.add_argument(
+        "--only", nargs="+", choices=BY_NAME, metavar="SECTION", help="run these alone, with all the time"
+    )
     options.add_argument("--seconds", type=float, default=600.0, help="for everything; 600")
     args = options.parse_args()
     device = args.device or ("cpu" if args.tiny else "cuda")

@@ -36,8 +36,9 @@ class RunPlan:
         return 2 if self.device == "cpu" else 1
 
     def limit(self, section: Section) -> float:
-        """Seconds of a section, before what is left of the whole is looked at."""
-        return section.tiny_seconds if self.tiny else section.seconds
+        """Seconds of a section, before what is left of the whole is looked at; a few sections share all of it."""
+        limits = {one.name: one.tiny_seconds if self.tiny else one.seconds for one in self.sections}
+        return limits[section.name] * max(1.0, self.seconds / sum(limits.values()))
 
 
 def run(plan: RunPlan) -> dict[str, Any]:

@@ -44,6 +44,13 @@ def test_sections_together_take_ten_minutes_at_most():
     assert {path.stem for path in (ROOT / "benchmarks/gpu/sections").glob("*.py")} == {*BY_NAME, "__init__"}
 
 
+def test_a_few_sections_share_all_the_time(tmp_path):
+    chosen = [BY_NAME["steps"], BY_NAME["fp8"]]
+    some, every = (RunPlan(sections, tmp_path, "cuda", False, 600) for sections in (chosen, SECTIONS))
+    assert [some.limit(section) for section in chosen] == [600 * 95 / 170, 600 * 75 / 170]
+    assert [every.limit(section) for section in chosen] == [95, 75]
+
+
 @pytest.mark.parametrize(
     ("lines", "code", "status"),
     [
