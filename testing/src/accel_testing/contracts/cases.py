@@ -116,7 +116,6 @@ _CHANGES = (
         models.FrozenRoot,
         partial(loops.train, change=loops.thaw_after_evaluation),
         since=3,
-        options={name: {} for name in ("single", "ddp", "fsdp", "deepspeed")},  # not kept by fsdp1 yet
     ),
     Case("part frozen later", models.Stack, partial(loops.train, change=loops.freeze), since=3),
     Case(
@@ -139,6 +138,20 @@ _EDITS = (
         models.Stack,
         partial(loops.train, change=loops.load),
         names=("load_state_dict",),
+    ),
+    Case("weights edited after evaluations", models.Stack, partial(loops.train, change=loops.halve_after_evaluation)),
+    Case(
+        "weights edited after evaluations, full between forward and backward",
+        models.Stack,
+        partial(loops.train, change=loops.halve_after_evaluation),
+        options={"fsdp": {"reshard_after_forward": "false"}, "fsdp1": {"sharding_strategy": "SHARD_GRAD_OP"}},
+        since=None,
+    ),
+    Case(
+        "a forward without backward before the step",
+        models.Stack,
+        partial(loops.train, edit=loops.look_ahead),
+        since=None,
     ),
     Case("learning rate changed by hand", models.Stack, partial(loops.train, change=loops.lower_rate), since=None),
     Case("gradients thrown away", models.Stack, loops.left_out, since=None),

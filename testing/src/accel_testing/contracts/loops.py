@@ -149,6 +149,15 @@ def thaw_after_evaluation(driver: Driver, model: nn.Module, optimizer: Any) -> N
                     parameter.requires_grad_(True).mul_(0.5)
 
 
+def halve_after_evaluation(driver: Driver, model: nn.Module, optimizer: Any) -> None:
+    """Halves all weights after two steps, right after an evaluation."""
+    if driver.step == 2:
+        with torch.no_grad():
+            model(driver.samples.x[:1])
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
 def freeze(driver: Driver, model: nn.Module, optimizer: Any) -> None:
     """Freezes the first block after two steps."""
     if driver.step == 2:
@@ -168,6 +177,11 @@ def grow(driver: Driver, model: nn.Module, optimizer: Any) -> None:
 def clip_norm(driver: Driver, model: nn.Module) -> None:
     """Clips gradients by norm."""
     driver.clip_grad_norm_(model.parameters(), 0.3)
+
+
+def look_ahead(driver: Driver, model: nn.Module) -> None:
+    """A forward whose loss is only looked at."""
+    model(driver.samples.x[:1])
 
 
 def clip_value(driver: Driver, model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 from weakref import WeakKeyDictionary
 
@@ -187,8 +188,7 @@ class FSDPBackend(ModuleBackend):
             root, sharded.units, self.converter(), collective_backend=backend, device_type=self.device.type
         )
         self._sharded[root] = sharded
-        if self._options.reshard is not False:
-            root.register_forward_hook(untraced(reshard_after_evaluation))
+        root.register_forward_hook(untraced(partial(reshard_after_evaluation, sharded=sharded)))
         replace_parameters(given, named_parameters(root), kind)
         refuse_copies([root, *cast("list[nn.Module]", sharded.units)], kind, self.name)
         take_full_tensors(root)

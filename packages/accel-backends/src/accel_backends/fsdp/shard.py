@@ -133,14 +133,14 @@ def reshard(root: nn.Module, sharded: Sharded) -> None:
         unit.reshard()
 
 
-def reshard_after_evaluation(root: nn.Module, *_: Any) -> None:
-    """Forward hook of a root that reshards it where no backward will, as torch reshards the units within it.
+def reshard_after_evaluation(root: nn.Module, *_: Any, sharded: Sharded) -> None:
+    """Forward hook of a root that reshards it and its units where no backward will.
 
     Otherwise ``parameters()`` would be full copies until the next backward, and what is changed in them, values and
     ``requires_grad``, would be lost with them.
     """
     if not torch.is_grad_enabled():
-        cast(Any, root).reshard()
+        reshard(root, sharded)
 
 
 def _alive(units: Iterable["ref[FSDPModule]"]) -> list["FSDPModule"]:

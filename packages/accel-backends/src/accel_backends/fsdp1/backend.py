@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -49,9 +50,12 @@ from accel_precision.convert import converter
 from accel_state.collectives.tensors import broadcast
 from accel_state.errors import PrepareError
 from accel_state.logging import get_logger
+from accel_state.private import untraced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from accel_backends.fsdp1.root import Wrapped
 
 _log = get_logger(__name__)
 
@@ -79,6 +83,7 @@ class FSDP1Backend(ModuleBackend):
         self._spread = ShardingMesh(self.session, self._options, flat=True)
         self._filled = [True]
         self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+        self._wrapped: Wrapped = WeakSet()
         self.layout = MeshLayout(run, self._spread)
         self.gradients = FlatGradients(self, self._spread, offloads=bool(self._options.cpu_offload))
         self.states = FlatStates(self)
@@ -156,11 +161,12 @@ class FSDP1Backend(ModuleBackend):
         """Wraps the model in ``FullyShardedDataParallel``; a model that the user has wrapped is left as it is."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        from accel_backends.fsdp1.root import ExplainedRoot
+        from accel_backends.fsdp1.root import ExplainedRoot, reshard_after_evaluation
 
         if (wrapped := find_fsdp1(model)) is not None:
             if wrapped._device_mesh is None:
                 _log.warning("%s was %s", type(innermost(model)).__name__, MESHLESS)
+            self._wrapped.update(FullyShardedDataParallel.fsdp_modules(wrapped))
             self._name_states(wrapped)
             return model
         upcast_parameters(model, self.policy, frozen=True)  # the parameters of a flat parameter have one dtype
@@ -193,6 +199,9 @@ class FSDP1Backend(ModuleBackend):
                     parameter.grad_dtype = None
         self._name_states(wrapped)
         self._convert_outputs(wrapped)
+        within = WeakSet(FullyShardedDataParallel.fsdp_modules(wrapped))
+        wrapped.register_forward_hook(untraced(partial(reshard_after_evaluation, units=within)))
+        self._wrapped |= within
         names = {id(place.module): place.prefix.removesuffix(".") for place in places(wrapped)}
         watched = {
             names[id(innermost(unit))]: (unit, unit.module) for unit in FullyShardedDataParallel.fsdp_modules(wrapped)
@@ -216,6 +225,7 @@ class FSDP1Backend(ModuleBackend):
     def close(self) -> None:
         """Drops everything."""
         super().close()
+        self._wrapped.clear()
         self._spread.close()
 
     # A step
@@ -233,6 +243,14 @@ class FSDP1Backend(ModuleBackend):
         """The ``no_sync`` of the wrapper."""
         wrapped = find_fsdp1(model)
         return NOTHING if wrapped is None else wrapped.no_sync()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Steps on the shards, after freeing the full parameters that a forward without backward has left."""
+        if self._wrapped:
+            from accel_backends.fsdp1.root import reshard
+
+            reshard(self._wrapped)
+        return super().step(optimizer, closure)
 
     # Helpers of the above
 
