@@ -74,13 +74,14 @@ def test_a_hybrid_takes_what_is_predicted(shape: str, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.ranks(2, timeout=500)  # convolutions in bf16 are a minute's work for two processors without it in hardware
+@pytest.mark.ranks(2)
 # Each pair of values is together in one of the cases.
 @pytest.mark.parametrize(("shape", "strategy", "precision"), make([list(SHAPES), runs(2), ["no", "bf16"]]))
 def test_what_is_predicted_is_what_two_ranks_take(shape: str, strategy: str, precision: str) -> None:
     if shape == "conv" and precision == "bf16" and strategy.startswith("zero"):
         pytest.skip("DeepSpeed's bf16 has no batch norm in mixed precision")
+    if shape == "conv" and precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("a processor without bf16 unfolds what it convolves into memory that no other device takes")
     check(shape, strategy, 2, precision=precision)
 
 
