@@ -1,7 +1,9 @@
 """Threads of dispatched loading: one rank reads and sends ahead of the step, the others receive ahead."""
 
+import atexit
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -87,8 +89,39 @@ class DispatchPipeline:
             self._changed.notify_all()
 
 
+class DispatchThread(ABC):
+    """End of a pass on one rank: a daemon thread, and the queue between it and the loop.
+
+    It ends before the interpreter does, if the other ranks let it within ``_GOODBYE`` seconds: one that returned from a
+    send or receive during finalization would abort the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.lane = DispatchPipeline()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self, patience: float | None = _GOODBYE) -> bool:
+        """Leaves the pass; returns whether the thread has ended, for which it waits up to ``patience`` seconds."""
+        self.lane.close()
+        if self._thread.ident is not None:
+            self._thread.join(patience)
+        ended = not self._thread.is_alive()
+        if ended:
+            atexit.unregister(self.close)
+        return ended
+
+    @abstractmethod
+    def _run(self) -> None: ...
+
+
 @final
-class Sender:
+class Sender(DispatchThread):
     """Runs on the reading rank: reads steps in a thread, sends each rank its batch, and keeps this rank's own.
 
     A step is sent within ``_HURRY`` seconds if this rank's loop waits for one; otherwise several steps share a larger
@@ -105,7 +138,7 @@ class Sender:
 
         ``tag`` is unique to the pass, because nested passes use the same group.
         """
-        self.lane = DispatchPipeline()
+        super().__init__("accel-dispatch-send")
         self._peers, self._steps, self._greeting, self._tag = peers, steps, greeting, tag
         self._blocks = blocks
         self._on_the_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
@@ -113,8 +146,6 @@ class Sender:
         self._size, self._sent = 0, -_HURRY
         self._sending = threading.Lock()
         """Held by the thread that collects or sends: the reading thread, or the loop, which never waits for it."""
-        self._thread = threading.Thread(target=self._run, name="accel-dispatch-send", daemon=True)
-        self.failure: BaseException | None = None
 
     def start(self) -> None:
         """Reads the first step in the calling thread, which owns workers and seeds, and starts the reading thread.
@@ -125,14 +156,7 @@ class Sender:
             self._steps = chain(list(islice(self._steps, 1)), self._steps)
         except Exception as error:
             self.failure = error
-        self._thread.start()
-
-    def close(self, patience: float | None = _GOODBYE) -> bool:
-        """Stops reading and notifies the other ranks; returns whether the thread has ended."""
-        self.lane.close()
-        if self._thread.ident is not None:
-            self._thread.join(patience)
-        return not self._thread.is_alive()
+        super().start()
 
     def _run(self) -> None:
         try:
@@ -227,7 +251,7 @@ class Sender:
 
 
 @final
-class Receiver:
+class Receiver(DispatchThread):
     """Runs on every other rank: receives in a thread until the reading rank ends the pass.
 
     After this rank has left the loop, the thread still receives and drops messages: the reading rank never waits for a
@@ -236,25 +260,12 @@ class Receiver:
 
     def __init__(self, peers: LoaderGroup, blocks: Blocks, tag: int) -> None:
         """``tag`` is that of the pass's sender."""
-        self.lane = DispatchPipeline()
+        super().__init__("accel-dispatch-receive")
         self._peers, self._blocks, self._tag = peers, blocks, tag
-        self._thread = threading.Thread(target=self._run, name="accel-dispatch-receive", daemon=True)
-        self.failure: BaseException | None = None
-
-    def start(self) -> None:
-        """Starts the receiving thread."""
-        self._thread.start()
 
     def next(self, patience: float | None) -> Message | None:
         """Returns the next message for the loop; None after ``patience`` seconds."""
         return self.lane.get(patience)
-
-    def close(self, patience: float | None = _GOODBYE) -> bool:
-        """Drops further messages; returns whether the reading rank has ended the pass and the thread has ended."""
-        self.lane.close()
-        if self._thread.ident is not None:
-            self._thread.join(patience)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
