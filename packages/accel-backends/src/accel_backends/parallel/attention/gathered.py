@@ -33,8 +33,8 @@ def gathered_attention(
     """
     rank, length = dist.get_rank(group), query.shape[-2]
     features = key.shape[-1]
-    shards: torch.Tensor = _GatheredShards.apply(torch.cat([key, value], dim=-1), group)  # type: ignore[no-untyped-call]
-    keys, values = _in_order(shards, sharding).split([features, value.shape[-1]], dim=-1)
+    full = gathered_sequences(torch.cat([key, value], dim=-1), group=group, sharding=sharding)
+    keys, values = full.split([features, value.shape[-1]], dim=-1)
     grouped = query.shape[1] != key.shape[1]
     if not causal:
         return F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=grouped)
@@ -53,6 +53,17 @@ def gathered_attention(
             )
         )
     return torch.cat(outputs, dim=-2)
+
+
+def gathered_sequences(shard: torch.Tensor, *, group: dist.ProcessGroup, sharding: SequenceSharding) -> torch.Tensor:
+    """Full sequences (batch, heads, tokens, features) of the shards that all ranks pass; differentiable.
+
+    The gradient of a shard is the sum of those that all ranks have.
+
+    Collective: every rank of the group must call this.
+    """
+    shards: torch.Tensor = _GatheredShards.apply(shard, group)  # type: ignore[no-untyped-call]
+    return _in_order(shards, sharding)
 
 
 def _causal_bias(queries: int, keys: int) -> CausalBias:
