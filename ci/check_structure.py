@@ -30,7 +30,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "accel_deepspeed": (4, 24),
     "accel_inference": (5, 13),
     "accel_launch": (3, 7),
-    "accel_megatron": (4, 8),
+    "accel_megatron": (4, 9),
     "accel_observe": (2, 2),
     "accel_planner": (5, 11),
     "accel_state": (7, 46),

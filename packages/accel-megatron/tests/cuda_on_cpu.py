@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+ALL_GATHER = torch.distributed.all_gather
 
 
 def _is_cuda(device: Any) -> bool:
@@ -37,6 +38,7 @@ class _OnCPU(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.to:
@@ -49,6 +51,26 @@ class _OnCPU(TorchFunctionMode):
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Returns numbers of tokens as they are once the host has them: megatron-core leaves those of the CPU alone."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Gathers tensors of several sizes, too, by broadcasts, as NCCL does and gloo does not."""
+    if len({one.shape for one in outputs}) == 1:
+        return ALL_GATHER(outputs, tensor, group, async_op)
+    for rank, one in enumerate(outputs):
+        if rank == group.rank():
+            one.copy_(tensor)
+        torch.distributed.broadcast(one, group=group, group_src=rank)
+    return None
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], *args: Any, group: Any = None) -> None:
+    """Reduces tensors of several sizes, too."""
+    for rank, one in enumerate(inputs):
+        total = one.clone()
+        torch.distributed.reduce(total, *args, group=group, group_dst=rank)
+        if rank == group.rank():
+            output.copy_(total)
 
 
 class _Stream:
@@ -84,6 +106,8 @@ def cuda_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(patch.object(torch.cuda, name, function))
+        stack.enter_context(patch.object(torch.distributed, "all_gather", _all_gather))
+        stack.enter_context(patch.object(torch.distributed, "reduce_scatter", _reduce_scatter))
         stack.enter_context(patch.object(random, "_lazy_init", nothing))
         stack.enter_context(patch.object(random, "_get_cuda_rng_state", lambda *args, **options: torch.get_rng_state()))
         stack.enter_context(

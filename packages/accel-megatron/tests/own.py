@@ -64,6 +64,6 @@ class Weighted(nn.Module):
 
 def replica_of(one: Any, options: dict[str, Any]) -> tuple[int, int]:
     """This rank's replica, and the number of replicas."""
-    tensor, pipeline = options.get("tp_degree", 1), options.get("pp_degree", 1)
-    replicas = one.num_processes // (tensor * pipeline)
-    return one.process_index // tensor % replicas, replicas
+    shared = options.get("tp_degree", 1) * options.get("context_parallel_size", 1)
+    replicas = one.num_processes // (shared * options.get("pp_degree", 1))
+    return one.process_index // shared % replicas, replicas

@@ -60,6 +60,8 @@ def test_each_flag_and_variable_of_accel_launch_sets_its_field(name, monkeypatch
         ({"pp_degree": 2}, "pipeline_model_parallel_size"),
         ({"num_layers_per_virtual_pipeline_stage": 1}, "virtual_pipeline_model_parallel_size"),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size"),
+        ({"context_parallel_size": 2}, "context_parallel_size"),
         ({"attention_dropout": 0.5}, "attention_dropout"),
         ({"hidden_dropout": 0.5}, "hidden_dropout"),
         ({"attention_softmax_in_fp32": False}, "attention_softmax_in_fp32"),
@@ -81,10 +83,6 @@ def test_options_of_the_model_reach_megatron_core(options, field):
         transformer_config(MegatronLMPlugin(**given), architecture, torch.bfloat16) for given in (base, base | options)
     )
     assert getattr(plain, field) != getattr(other, field)
-
-
-def test_context_parallelism_is_off_by_default():
-    assert MegatronLMPlugin().context_parallel_size == 1
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.refused])
@@ -175,19 +173,41 @@ def test_experts_are_divided_among_data_parallel_ranks():
     found = MegatronLMPlugin(expert_model_parallel_size=2).resolve(facts(4))
     assert (found.parallelism.size("ep"), found.parallelism.size("dp_replicate")) == (2, 2)
     assert MegatronLMPlugin().resolve(facts(4, ep_size=4)).config.expert_model_parallel_size == 4
-    with pytest.raises(ConfigError, match="nearest: tp_degree=1"):
-        MegatronLMPlugin(tp_degree=2).resolve(facts(4, tp_size=2, ep_size=2))
+    split = MegatronLMPlugin(tp_degree=2, expert_tensor_parallel_size=2).resolve(facts(4, tp_size=2, ep_size=2))
+    assert (split.config.expert_model_parallel_size, split.parallelism.data_parallel_size) == (2, 2)
+    with pytest.raises(ConfigError, match=r"expert_tensor_parallel_size=3 with tp_degree=2.*; nearest: 1 or 2"):
+        MegatronLMPlugin(tp_degree=2, expert_tensor_parallel_size=3).resolve(facts(4, tp_size=2))
     with pytest.raises(ConfigError, match="nearest: use_distributed_optimizer=False"):
         MegatronLMPlugin(expert_model_parallel_size=2, use_distributed_optimizer=True).resolve(facts(2))
 
 
-def test_context_parallelism_is_refused_with_the_strategy_that_has_it():
+def test_context_parallelism_is_off_by_default_and_divides_no_samples():
     from accel_backends.core.select import check_axes
 
-    with pytest.raises(ConfigError, match="cp_size=2: backend 'megatron' cannot do that; nearest: strategy='fsdp'"):
-        check_axes("megatron", MegatronLMPlugin(), facts(2, cp_size=2).parallelism)
-    with pytest.raises(ConfigError, match="context parallelism needs Transformer Engine"):
-        MegatronLMPlugin(context_parallel_size=2)
+    assert MegatronLMPlugin().context_parallel_size == 1
+    check_axes("megatron", MegatronLMPlugin(), facts(4, cp_size=2).parallelism)
+    by_plugin = MegatronLMPlugin(context_parallel_size=2).resolve(facts(4))
+    by_axes = MegatronLMPlugin().resolve(facts(4, cp_size=2))
+    for found in (by_plugin, by_axes):
+        assert found.config.context_parallel_size == found.parallelism.size("cp") == 2
+        assert found.parallelism.data_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "handler", "words"),
+    [
+        ({}, {"cp_comm_strategy": "alltoall"}, "cp_comm_strategy='alltoall'.*; nearest: 'allgather'"),
+        ({}, {"load_balance": False}, "load_balance=False.*; nearest: True"),
+        ({"attention_softmax_in_fp32": False}, {}, "attention_softmax_in_fp32=False with context_parallel_size=2"),
+        ({"custom_model_provider_function": own}, {}, "custom_model_provider_function with context_parallel_size=2"),
+    ],
+)
+def test_what_context_parallelism_does_not_compute_is_refused(options, handler, words):
+    from accel_state.parallelism.axis_options import TorchContextParallelConfig
+
+    given = facts(2, cp_size=2, cp_handler=TorchContextParallelConfig(**handler))
+    with pytest.raises(ConfigError, match=words):
+        MegatronLMPlugin(**options).resolve(given)
 
 
 def test_experts_drop_no_choice():

@@ -11,8 +11,9 @@ def assert_trains_as_one_process(rank, *, optimizer="sgd", accumulation=2, **opt
     from loops import accelerator, largest_difference, make_model, optimizer_of, reference, train
 
     with accelerator(gradient_accumulation_steps=accumulation, **options) as one:
-        replicas = one.num_processes // options.get("pp_degree", 1)
-        replica = one.process_index % replicas
+        shared = options.get("tp_degree", 1) * options.get("context_parallel_size", 1)
+        replicas = one.num_processes // (options.get("pp_degree", 1) * shared)
+        replica = one.process_index // shared % replicas
         expected = make_model("mixtral")
         losses = reference(expected, replicas, kind=optimizer, accumulation=accumulation, clip=0.5)
         source = make_model("mixtral")
@@ -42,6 +43,62 @@ def test_experts_on_two_ranks_train_as_one_process(rank, optimizer):
 @pytest.mark.slow
 def test_all_experts_on_each_of_two_ranks_train_as_one_process(rank, options):
     assert_trains_as_one_process(rank, **options)
+
+
+SPLIT = {"tp_degree": 2, "sequence_parallelism": True, "expert_tensor_parallel_size": 2}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("of_each", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_experts_of_tensor_parallel_ranks_train_as_one_process(rank, of_each):
+    """Whole experts on neighbouring ranks, which have other tokens of one replica, or experts split as other layers."""
+    assert_trains_as_one_process(rank, expert_model_parallel_size=2, **SPLIT | {"expert_tensor_parallel_size": of_each})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True, "optimizer": "adamw"}])
+@pytest.mark.slow
+def test_split_experts_train_as_one_process(rank, options):
+    assert_trains_as_one_process(rank, **SPLIT, **options)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.slow
+def test_a_checkpoint_of_experts_of_tensor_parallel_ranks_continues_with_other_degrees(rank, tmp_path):
+    from loops import largest_difference, trained
+
+    whole = {"expert_model_parallel_size": 2, **SPLIT, "expert_tensor_parallel_size": 1}
+    others = [{"pp_degree": 2, "expert_model_parallel_size": 2}, {"expert_model_parallel_size": 2, **SPLIT}, SPLIT]
+    expected = trained(whole, range(4), kind="mixtral")
+    trained(whole, range(2), kind="mixtral", save=tmp_path / "saved")
+    for other in others:
+        continued = trained(other, range(2, 4), kind="mixtral", load=tmp_path / "saved")
+        assert largest_difference(continued, expected) < 1e-4
+    trained(others[1], range(2), kind="mixtral", save=tmp_path / "split")
+    continued = trained(whole, range(2, 4), kind="mixtral", load=tmp_path / "split")
+    assert largest_difference(continued, expected) < 1e-4
+
+
+@pytest.mark.ranks(2)
+def test_degrees_with_which_experts_are_not_trained_are_refused(rank):
+    import torch
+    from loops import accelerator, make_model, samples
+
+    from accel_state.errors import PrepareError
+
+    sequences = pytest.raises(PrepareError, match="with sequence parallelism only; nearest: sequence_parallelism=True")
+    with accelerator(tp_degree=2, expert_tensor_parallel_size=2) as one, sequences:
+        one.prepare(make_model("mixtral"))
+    nearest = "nearest: expert_tensor_parallel_size=2, or expert_model_parallel_size=2"
+    gradients = pytest.raises(PrepareError, match=f"does not add up the gradients of these; {nearest}")
+    with accelerator(**SPLIT | {"expert_tensor_parallel_size": 1}) as one, gradients:
+        one.prepare(make_model("mixtral"))
+    with accelerator(**SPLIT) as one, torch.no_grad():
+        batch = samples(0, 0)
+        expected = make_model("mixtral").eval()(**batch)
+        found = one.prepare(make_model("mixtral")).eval()(**batch)
+        kept = batch["attention_mask"] == 1
+        assert torch.allclose(found.logits[kept], expected.logits[kept], atol=1e-5)
 
 
 @pytest.mark.ranks(4)

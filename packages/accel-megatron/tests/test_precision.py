@@ -16,9 +16,9 @@ def assert_trains_as_autocast(rank, precision, kind="llama", *, clip=None, accum
     from loops import accelerator, largest_difference, make_model, optimizer_of, reference, train
 
     with accelerator(gradient_accumulation_steps=accumulation, mixed_precision=precision, **options) as one:
-        degrees = options.get("tp_degree", 1) * options.get("pp_degree", 1)
-        replicas = one.num_processes // degrees
-        replica = one.process_index // options.get("tp_degree", 1) % replicas
+        shared = options.get("tp_degree", 1) * options.get("context_parallel_size", 1)
+        replicas = one.num_processes // (shared * options.get("pp_degree", 1))
+        replica = one.process_index // shared % replicas
         expected = make_model(kind)
         losses = reference(
             expected, replicas, kind=optimizer, accumulation=accumulation, clip=clip, precision=precision, batches=kind
@@ -56,6 +56,8 @@ MORE = [
     ("fp16", {"use_distributed_optimizer": True, "optimizer": "smooth"}),
     ("bf16", {"pp_degree": 2, "num_micro_batches": 2}),
     ("bf16", {}),
+    ("bf16", {"context_parallel_size": 2}),
+    ("fp16", {"context_parallel_size": 2}),
 ]
 
 

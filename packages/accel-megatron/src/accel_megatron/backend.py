@@ -57,7 +57,7 @@ class MegatronBackend(ModuleBackend):
         self._engines = MegatronEngines()
         self._group = SingleProcessGroup(self.session.device)
         self._group.open()
-        open_groups(self._options.tp_degree, self._options.pp_degree, self._options.expert_model_parallel_size)
+        open_groups(self._options)
         self.layout = MegatronLayout(run)
         self.gradients = MegatronGradients(self, self._engines)
         self.states = MegatronStates(self, self._engines)
@@ -75,7 +75,14 @@ class MegatronBackend(ModuleBackend):
             names = named_parameters(innermost(model))
             architecture = architecture_of(getattr(innermost(model), "config", None), names)
             options = self._options
-            architecture.check_degrees(options.tp_degree, options.pp_degree, options.expert_model_parallel_size)
+            architecture.check_degrees(
+                options.tp_degree,
+                options.pp_degree,
+                options.expert_model_parallel_size,
+                options.expert_tensor_parallel_size,
+            )
+            if architecture.num_experts:
+                options.check_mixture()
             options.chunks(architecture.num_layers)
             _check_dtype(model, halves=self.policy.autocast)
             if _in_fp64(model):

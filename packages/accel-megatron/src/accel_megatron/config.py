@@ -7,8 +7,8 @@ from typing import Any, ClassVar, final
 
 from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
 from accel_backends.core.option_parsing import as_flag, as_number
+from accel_megatron.degrees import DEGREES, check_degrees, check_mixture, degree_of, fitted
 from accel_state.errors import ConfigError, PrepareError
-from accel_state.parallelism.config import ParallelismConfig
 
 PREFIX = "MEGATRON_LM_"
 
@@ -34,7 +34,6 @@ class Option:
     refused: str = ""
 
 
-_TRANSFORMER_ENGINE = "Transformer Engine, which this backend does not use; nearest: 1"
 _ELSEWHERE = "the optimizer that is given to prepare keeps its states where its parameters are; nearest: False"
 OPTIONS: Mapping[str, Option] = {
     "tp_degree": Option(1, as_number),
@@ -62,12 +61,9 @@ OPTIONS: Mapping[str, Option] = {
     "decoder_last_pipeline_num_layers": Option(None, as_number, "stages have equal numbers of layers"),
     "attention_backend": Option("local", _word, "only megatron-core's own attention is used; nearest: 'local'"),
     "expert_model_parallel_size": Option(1, as_number),
-    "expert_tensor_parallel_size": Option(
-        1, as_number, "experts split over ranks were not shown to be right; nearest: 1"
-    ),
-    "context_parallel_size": Option(1, as_number, f"megatron-core's context parallelism needs {_TRANSFORMER_ENGINE}"),
+    "expert_tensor_parallel_size": Option(1, as_number),
+    "context_parallel_size": Option(1, as_number),
 }
-DEGREES: Mapping[str, str] = {"tp": "tp_degree", "pp": "pp_degree", "ep": "expert_model_parallel_size"}
 # Accelerate's way to say the default of ``attention_backend``.
 SAME = {"attention_backend": (True, "true", "True", "auto", "unfused")}
 
@@ -77,7 +73,7 @@ _LOOP = "the loop says how long it runs; nearest: None"
 _GROUPS = "weight decays and learning rates are those of the optimizer's parameter groups"
 _LENGTHS = "sequences may have any length; nearest: None"
 UNSERVED: Mapping[str, str] = {
-    "pipeline_model_parallel_split_rank": "megatron-core divides no encoder and decoder among stages",
+    "pipeline_model_parallel_split_rank": "megatron-core's schedules divide no encoder and decoder among stages",
     "train_iters": _LOOP,
     "train_samples": _LOOP,
     "eval_iters": "the loop says how long it evaluates; nearest: 100, the default",
@@ -137,6 +133,9 @@ class MegatronConfig(BackendConfig):
         calculate_per_token_loss: the loss of a batch is the mean over its tokens; False: over its micro-batches.
         expert_model_parallel_size: ranks over which the experts of a layer are divided; may be given as
             ``ParallelismConfig.ep_size`` instead.
+        expert_tensor_parallel_size: ranks over which each expert is split.
+        context_parallel_size: ranks over which each sequence is divided; may be given as ``ParallelismConfig.cp_size``
+            instead.
         use_rotary_position_embeddings: must be what the model has; None: is.
         num_layers_per_virtual_pipeline_stage: layers of each chunk of an interleaved schedule, which needs three stages
             or more and ``num_micro_batches`` that they divide; None: 1F1B.
@@ -158,7 +157,7 @@ class MegatronConfig(BackendConfig):
     """
 
     backend: ClassVar[str] = "megatron"
-    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "tp", "pp", "ep"})
+    axes: ClassVar[frozenset[str]] = frozenset({"dp_replicate", "dp_shard", "tp", "pp", "ep", "cp"})
     precedence: ClassVar[int | None] = None  # an engine of its own, which a user has to want
 
     tp_degree: Any = None
@@ -274,7 +273,12 @@ class MegatronConfig(BackendConfig):
 
     def _check(self) -> None:
         self._check_own()
-        for name in (*DEGREES.values(), "num_micro_batches", "recompute_num_layers"):
+        for name in (
+            *DEGREES.values(),
+            "expert_tensor_parallel_size",
+            "num_micro_batches",
+            "recompute_num_layers",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected a whole number of at least 1")
         if self.gradient_clipping < 0:
@@ -309,6 +313,14 @@ class MegatronConfig(BackendConfig):
             )
         return None if of_stage == layers else of_stage // layers
 
+    def check_mixture(self) -> None:
+        """Refuses degrees with which mixtures of experts are not trained.
+
+        Raises:
+            PrepareError: names the option, and the nearest that works.
+        """
+        check_mixture(self)
+
     def resolve(self, facts: StrategyFacts) -> Resolution:
         """Returns these options with the requested degrees; ranks that are left over are data-parallel.
 
@@ -318,75 +330,11 @@ class MegatronConfig(BackendConfig):
         """
         if facts.plan is not None:
             raise ConfigError("MegatronConfig leaves the planner nothing to choose; name it as the strategy")
-        handler = facts.parallelism.ep_handler
-        if handler is not None and handler.capacity_factor is not None:
-            raise ConfigError(
-                f"capacity_factor={handler.capacity_factor}: megatron-core's experts drop no choice here; nearest: None"
-            )
-        degrees = {axis: self._degree(axis, facts) for axis in DEGREES}
+        degrees = {axis: degree_of(self, axis, facts) for axis in DEGREES}
         values: dict[str, Any] = {DEGREES[axis]: degree for axis, degree in degrees.items()}
         config = replace(self, **values)
-        if degrees["ep"] > 1:
-            self._check_experts(degrees)
-        if config.sequence_parallelism and config.tp_degree == 1:
-            raise ConfigError(
-                "sequence_parallelism splits sequences over tensor-parallel ranks, and tp_degree is 1; nearest: "
-                "tp_degree=2, or sequence_parallelism=False"
-            )
-        if config.num_layers_per_virtual_pipeline_stage is not None:
-            config._check_interleaving()
-        return Resolution(config, _fitted(facts, degrees))
-
-    def _check_interleaving(self) -> None:
-        layers, stages, parts = self.num_layers_per_virtual_pipeline_stage, self.pp_degree, self.num_micro_batches
-        if stages < 3:
-            raise ConfigError(
-                f"num_layers_per_virtual_pipeline_stage={layers} with pp_degree={stages}: an interleaved schedule "
-                "needs three stages, because the next of two is the previous one, too, and megatron-core 0.16.1 then "
-                "takes what one chunk sends for what the other does; nearest: pp_degree=3, or None, which is 1F1B"
-            )
-        if parts % stages:
-            raise ConfigError(
-                f"num_layers_per_virtual_pipeline_stage={layers}: an interleaved schedule runs groups of pp_degree="
-                f"{stages} micro-batches, and num_micro_batches is {parts}; nearest: {stages * max(1, parts // stages)}"
-            )
-
-    def _check_experts(self, degrees: Mapping[str, int]) -> None:
-        size = degrees["ep"]
-        if degrees["tp"] > 1:
-            raise ConfigError(
-                f"expert_model_parallel_size={size} with tp_degree={degrees['tp']}: megatron-core then splits experts, "
-                "too, which was not shown to be right; nearest: tp_degree=1"
-            )
-        if self.use_distributed_optimizer:
-            raise ConfigError(
-                f"use_distributed_optimizer with expert_model_parallel_size={size}: experts and other parameters are "
-                "sharded over different data-parallel groups, and one torch optimizer updates both; nearest: "
-                "use_distributed_optimizer=False"
-            )
-
-    def _degree(self, axis: str, facts: StrategyFacts) -> int:
-        name, asked = DEGREES[axis], facts.parallelism.size(axis)
-        own: int = getattr(self, name)
-        if axis in facts.open_axes or own == asked:
-            return own
-        if name in self.given:
-            raise ConfigError(
-                f"{name} is {own}, and parallelism_config says {axis}_size={asked}; make them agree, or give one"
-            )
-        return asked
-
-
-def _fitted(facts: StrategyFacts, degrees: Mapping[str, int]) -> ParallelismConfig:
-    """Returns all degrees; ranks that are left over shard samples."""
-    asked = replace(facts.parallelism, tp_size=degrees["tp"], pp_size=degrees["pp"], ep_size=degrees["ep"])
-    world = facts.topology.world_size
-    rest, left_over = divmod(world, asked.total_size)
-    if asked.size("dp_replicate") == asked.size("dp_shard") == 1 and rest > 1 and not left_over:
-        axis = "dp_shard_size" if degrees["tp"] > 1 else "dp_replicate_size"
-        changes: dict[str, Any] = {axis: rest}
-        asked = replace(asked, **changes)
-    return asked.fitted(world)
+        check_degrees(config, facts.parallelism)
+        return Resolution(config, fitted(facts, degrees))
 
 
 MegatronLMPlugin = MegatronConfig

@@ -10,7 +10,10 @@ from accel_state.errors import BackendError
 if TYPE_CHECKING:
     import torch
 
+    from accel_megatron.config import MegatronConfig
+
 INSTALL = 'from a checkout of accel, pip install "./packages/accel-megatron[megatron]"'
+_APART = 100_003  # of the dropout seeds of context-parallel ranks, each of which has tensor-parallel ranks
 _MESSAGES = "(Transformer Engine|Apex).*not installed"
 
 
@@ -39,10 +42,11 @@ def require_library() -> None:
         raise BackendError(f"megatron-core is installed and cannot be imported: {error}") from error
 
 
-def open_groups(tensor: int, pipeline: int, expert: int = 1) -> None:
+def open_groups(options: "MegatronConfig") -> None:
     """Creates Megatron-LM's process groups: tensor-parallel ranks are neighbours, stages are outermost.
 
-    Expert-parallel ranks are data-parallel ranks of neighbouring numbers.
+    Between them are context-parallel ranks, then data-parallel ones. Of the ranks of a stage, those of one expert are
+    neighbours, and then those with other experts.
 
     Collective: every rank of the group must call this.
 
@@ -57,7 +61,12 @@ def open_groups(tensor: int, pipeline: int, expert: int = 1) -> None:
             "other run first (accelerator.free_memory() and end_training())"
         )
     parallel_state.initialize_model_parallel(
-        tensor, pipeline, expert_model_parallel_size=expert, create_gloo_process_groups=False
+        options.tp_degree,
+        options.pp_degree,
+        context_parallel_size=options.context_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,
     )
 
 
@@ -69,12 +78,15 @@ def divide_stages(chunks: int | None) -> None:
 
 
 def seed_tensor_parallel(seed: int, device: "torch.device") -> None:
-    """Seeds megatron-core's generators of dropout that differs between tensor-parallel ranks, and no other generator.
+    """Seeds megatron-core's generators of dropout that differs between ranks of a replica, and no other generator.
 
     megatron-core keeps their states apart from torch's, so that neither ``set_seed`` nor a checkpoint has them.
     """
     import torch
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    seed += _APART * parallel_state.get_context_parallel_rank()
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model_parallel_cuda_manual_seed(seed)

@@ -10,6 +10,7 @@ LAYOUTS = [
     {"tp_degree": 2, "sequence_parallelism": True},
     {"pp_degree": 2},
     {"use_distributed_optimizer": True},
+    {"context_parallel_size": 2},
 ]
 
 
@@ -60,8 +61,17 @@ def test_an_own_step_trains_as_one_process_in_calls_of_train_step(rank, options)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["llama", "bert", "t5"])
-def test_the_steps_of_the_families_compute_what_the_families_do(rank, kind):
+@pytest.mark.parametrize(
+    ("kind", "degree"),
+    [
+        *((kind, "tp_degree") for kind in ("llama", "bert", "t5")),
+        *(
+            pytest.param(kind, "context_parallel_size", marks=[pytest.mark.slow] if kind != "bert" else [])
+            for kind in ("llama", "bert", "t5")
+        ),
+    ],
+)
+def test_the_steps_of_the_families_compute_what_the_families_do(rank, kind, degree):
     from loops import accelerator, largest_difference, make_model, optimizer_of, train
 
     from accel_megatron import BertTrainStep, GPTTrainStep, T5TrainStep
@@ -69,7 +79,7 @@ def test_the_steps_of_the_families_compute_what_the_families_do(rank, kind):
     step = {"llama": GPTTrainStep, "bert": BertTrainStep, "t5": T5TrainStep}[kind]
     results = []
     for own in ({}, {"custom_train_step_class": step}):
-        with accelerator(tp_degree=2, calculate_per_token_loss=False, num_micro_batches=2, **own) as one:
+        with accelerator(**{degree: 2}, calculate_per_token_loss=False, num_micro_batches=2, **own) as one:
             source = make_model(kind)
             model, optimizer = one.prepare(source, optimizer_of(source))
             results.append((train(one, model, optimizer, 0, batches=kind), one.get_state_dict(model)))
@@ -80,7 +90,8 @@ def test_the_steps_of_the_families_compute_what_the_families_do(rank, kind):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_functions_for_batch_and_loss_need_no_class(rank, precision):
+@pytest.mark.parametrize("degree", ["pp_degree", "context_parallel_size"])
+def test_functions_for_batch_and_loss_need_no_class(rank, degree, precision):
     """Sequences lose their last token, so that the stages are told other shapes than those of the batch."""
     import torch
     from loops import accelerator, make_model, samples
@@ -96,7 +107,7 @@ def test_functions_for_batch_and_loss_need_no_class(rank, precision):
         return (output.float() * loss_mask[:, None]).sum(), torch.tensor(output.numel()), {"largest": output.max()}
 
     own = {"custom_get_batch_function": get_batch, "custom_loss_function": loss}
-    with accelerator(pp_degree=2, num_micro_batches=2, mixed_precision=precision, **own) as one:
+    with accelerator(**{degree: 2}, num_micro_batches=2, mixed_precision=precision, **own) as one:
         source = make_model("gpt2")
         optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
         model, optimizer = one.prepare(source, optimizer)

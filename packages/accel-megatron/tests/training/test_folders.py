@@ -7,6 +7,9 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
+SPLIT = {"tp_degree": 2, "sequence_parallelism": True, "expert_tensor_parallel_size": 2}
+
+
 def prepared(one, kind="llama", *, fresh=False):
     import torch
     from loops import make_model, optimizer_of
@@ -29,6 +32,9 @@ def prepared(one, kind="llama", *, fresh=False):
         pytest.param({"tp_degree": 2}, {}, "t5", marks=pytest.mark.slow),
         pytest.param({"pp_degree": 2}, {"tp_degree": 2}, "gpt2", marks=pytest.mark.slow),
         pytest.param({"expert_model_parallel_size": 2}, {"pp_degree": 2}, "mixtral", marks=pytest.mark.slow),
+        pytest.param({"context_parallel_size": 2}, {"tp_degree": 2}, "gpt2", marks=pytest.mark.slow),
+        pytest.param({"pp_degree": 2}, SPLIT, "mixtral", marks=pytest.mark.slow),
+        pytest.param(SPLIT, {"context_parallel_size": 2}, "mixtral", marks=pytest.mark.slow),
     ],
 )
 def test_weights_come_back_to_the_bit_with_other_degrees(rank, tmp_path, before, after, kind):

@@ -7,6 +7,8 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 EXPERTS = {"expert_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+SEQUENCES = {"tp_degree": 2, "sequence_parallelism": True}
 
 
 @pytest.mark.ranks(2)
@@ -15,6 +17,10 @@ EXPERTS = {"expert_model_parallel_size": 2}
     [
         ("llama", {}, {"tp_degree": 2}),
         ("mixtral", {}, EXPERTS),
+        ("gpt2", CONTEXT, {}),
+        pytest.param("gpt2", {}, CONTEXT, marks=pytest.mark.slow),
+        pytest.param("llama", CONTEXT, SEQUENCES, marks=pytest.mark.slow),
+        pytest.param("llama", SEQUENCES, CONTEXT, marks=pytest.mark.slow),
         pytest.param("llama", {}, {"pp_degree": 2}, marks=pytest.mark.slow),
         pytest.param("llama", {}, {}, marks=pytest.mark.slow),
         pytest.param("llama", {"tp_degree": 2}, {}, marks=pytest.mark.slow),
@@ -27,7 +33,7 @@ def test_an_open_window_continues_with_other_degrees(rank, tmp_path, kind, befor
     from loops import largest_difference, make_model, optimizer_of, samples, trained
 
     def replicas(options):
-        return 1 if {"tp_degree", "pp_degree"} & options.keys() else 2
+        return 1 if {"tp_degree", "pp_degree", "context_parallel_size"} & options.keys() else 2
 
     expected = make_model(kind)
     optimizer = optimizer_of(expected, "sgd")
@@ -53,6 +59,47 @@ def test_an_open_window_of_the_same_degrees_is_restored_to_the_bit(rank):
         _, held, again = open_window(one, "llama")
         assert any(value.abs().max() > 0 for value in held.values())
         assert largest_difference(again, held) == 0
+
+
+WINDOWS = [
+    ("llama", 2, SEQUENCES),
+    ("gpt2", 2, CONTEXT),
+    ("gpt2", 4, {**CONTEXT, **SEQUENCES}),
+    ("llama", 4, CONTEXT),
+    ("mixtral", 4, {**EXPERTS, **SEQUENCES}),
+    ("mixtral", 4, {**EXPERTS, **SEQUENCES, "expert_tensor_parallel_size": 2}),
+    ("mixtral", 4, {**EXPERTS, **CONTEXT}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(kind, options, marks=[pytest.mark.ranks(ranks), *([pytest.mark.slow] if number > 1 else [])])
+        for number, (kind, ranks, options) in enumerate(WINDOWS)
+    ],
+)
+def test_gradients_of_an_open_window_are_those_of_one_process(rank, kind, options):
+    """Before they are averaged over ranks; and again after they have been set as a load sets them."""
+    import torch
+    from loops import accelerator, largest_difference, make_model, optimizer_of, reference_gradients, samples
+
+    with accelerator(gradient_accumulation_steps=2, **options) as one:
+        shared = options.get("tp_degree", 1) * options.get("context_parallel_size", 1)
+        replicas = one.num_processes // shared
+        source = make_model(kind)
+        model, _ = one.prepare(source, optimizer_of(source))
+        with one.accumulate(model):
+            one.backward(model(**samples(one.process_index // shared, 0)).loss)
+        gradients = reference_gradients(kind, replicas, accumulation=2)
+        role = one.backend.gradients
+        norm = role.norm_so_far(model.parameters(), [model])
+        held = role.unreduced(model)
+        assert float(norm) == pytest.approx(float(torch.nn.utils.get_total_norm(held.values())), rel=1e-5)
+        assert largest_difference(role.full(model), gradients) < 1e-6
+        role.set_unreduced(model, held)
+        assert largest_difference(role.unreduced(model), held) < 1e-7
+        assert largest_difference(role.full(model), gradients) < 1e-6
 
 
 @pytest.mark.ranks(1)

@@ -37,6 +37,7 @@ class Architecture:
         model: arguments of megatron-core's model.
         num_layers: number of transformer layers.
         divisible: numbers that the tensor-parallel size has to divide, by their names in the model's configuration.
+        divisible_experts: those that the number of ranks that share an expert has to divide.
         layer_rules: rules of layer ``number``, by the names of megatron-core within the layer.
         first: rules of what stands before the layers.
         last: rules of what stands behind the layers; the head is among them if it is not tied.
@@ -64,6 +65,7 @@ class Architecture:
     tied: bool
     rotary: bool = True
     num_experts: int = 0
+    divisible_experts: Mapping[str, int] = field(default_factory=dict)
     expert_rules: Callable[[int, int], dict[str, Rule]] = lambda layer, number: {}
     family: str = "gpt"
     layers: str = "decoder.layers"
@@ -72,17 +74,18 @@ class Architecture:
     in_fp32: str = ""
     undivided: str = ""
 
-    def check_degrees(self, tensor: int, pipeline: int, expert: int = 1) -> None:
-        """Raises PrepareError for degrees that do not divide the model."""
+    def check_degrees(self, tensor: int, pipeline: int, expert: int = 1, of_each: int = 1) -> None:
+        """Raises PrepareError for degrees that do not divide the model; ``of_each``: ranks that share an expert."""
         if expert > 1 and not self.num_experts:
             raise PrepareError(
                 f"expert_model_parallel_size={expert}, and the layers of the model have no experts; nearest: 1"
             )
-        if self.num_experts and tensor > 1:
-            raise PrepareError(
-                f"tp_degree={tensor} with a mixture of experts: megatron-core then splits experts, too, which was not "
-                f"shown to be right; nearest: tp_degree=1, expert_model_parallel_size={tensor}"
-            )
+        for name, number in self.divisible_experts.items():
+            if number % of_each:
+                raise PrepareError(
+                    f"{name}={number} is not divisible by expert_tensor_parallel_size={of_each}; nearest: "
+                    f"{_nearest(number, of_each)}"
+                )
         if self.num_experts % expert:
             raise PrepareError(
                 f"{self.num_experts} experts are not divisible by expert_model_parallel_size={expert}; nearest: "

@@ -116,6 +116,8 @@ def mixtral(config: Any) -> Architecture:
         transformer={**dense.transformer, **mixture},
         layer_rules=layer,
         num_experts=config.num_local_experts,
+        divisible={name: number for name, number in dense.divisible.items() if name != "intermediate_size"},
+        divisible_experts={"intermediate_size": config.intermediate_size},
         expert_rules=expert,
         in_fp32="megatron-core and Transformers choose experts in fp32",
     )

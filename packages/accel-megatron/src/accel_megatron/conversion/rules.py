@@ -32,6 +32,11 @@ class Rule:
     dim: int | None = None
     parts: int = 1
 
+    @property
+    def of_expert(self) -> bool:
+        """Whether the tensor is of one expert, which other ranks may share than those of other tensors."""
+        return stack_name(self.names[0]) != self.names[0]
+
     def shard(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Returns the shard of tensor-parallel rank ``rank`` of ``size``."""
         if self.dim is None or size == 1:

@@ -86,7 +86,8 @@ def t5(config: Any) -> Architecture:
             "padding": config.pad_token_id,
         },
         in_fp32="Transformers computes norms and attention of a T5 in fp32, so that there is nothing to equal",
-        undivided="megatron-core 0.16.1 cannot divide an encoder and a decoder among stages",
+        undivided="the schedules of megatron-core 0.16.1 pass one tensor from stage to stage, and a decoder needs the "
+        "encoder's output beside its own",
     )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.families.context import ContextRanks, use_context_attention
 from accel_megatron.families.family import IGNORED, Family, Term, TokenBatch, layers_of
 from accel_megatron.families.norm import MarkedNorm
 from accel_megatron.private import norm_of_bert_heads
@@ -24,12 +25,13 @@ class BertFamily(Family):
         self, config: Any, architecture: Architecture, *, first: bool, last: bool, num_layers: int, chunk: int | None
     ) -> Any:
         """Returns a ``BertModel`` of one stage, or of a chunk of it."""
+        from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
         from megatron.core.models.bert.bert_model import BertModel
 
         after = architecture.details["norms_after"]
         layer = _layer(config, after=after)
         block = layers_of(layer, num_layers, None if after else MarkedNorm)
-        block.submodules = layer.submodules  # BertModel looks for the attention there
+        block.submodules = bert_layer_local_spec.submodules  # BertModel looks there for an attention that it knows
         with norm_of_bert_heads(MarkedNorm):
             model: Any = BertModel(
                 config=config,
@@ -40,6 +42,9 @@ class BertFamily(Family):
                 **architecture.model,
             )
         model.bert_extended_attention_mask = _mask
+        ranks = ContextRanks.of(config)
+        if ranks is not None:
+            model.bert_position_ids = partial(_positions, ranks, architecture.model["max_sequence_length"])
         if last:
             model.lm_head.gelu = config.activation_func
         if first and after:
@@ -149,6 +154,7 @@ def _layer(config: Any, *, after: bool) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     layer: Any = deepcopy(bert_layer_local_spec)
+    use_context_attention(config, layer)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp if after else MarkedNorm
     if after:
@@ -158,6 +164,11 @@ def _layer(config: Any, *, after: bool) -> Any:
 
 
 def _mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Returns what each token does not attend to; a padded one attends to the others, as in Transformers."""
-    length = attention_mask.shape[1]
-    return (attention_mask == 0)[:, None, None, :].expand(-1, 1, length, -1)
+    """Returns what all tokens do not attend to; a padded one attends to the others, as in Transformers."""
+    return (attention_mask == 0)[:, None, None, :]
+
+
+def _positions(ranks: ContextRanks, longest: int, ids: torch.Tensor) -> torch.Tensor:
+    """Returns the positions of this rank's tokens; those of padding, which may be behind ``longest``, do not matter."""
+    own = ranks.positions(ids.shape[1] * ranks.size, ids.device)
+    return own.clamp(max=longest - 1).expand_as(ids)

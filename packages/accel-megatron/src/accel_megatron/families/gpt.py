@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 
 from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.families.context import use_context_attention
 from accel_megatron.families.family import IGNORED, Family, Term, TokenBatch, layers_of
 from accel_megatron.families.norm import MarkedNorm
 from accel_megatron.families.router import plain_router
@@ -28,6 +29,7 @@ class GPTFamily(Family):
         )
         if architecture.num_experts:
             layer.submodules.mlp.submodules.router = plain_router
+        use_context_attention(config, layer)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
         return GPTModel(
             config=config,

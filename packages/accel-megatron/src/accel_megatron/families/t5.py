@@ -1,13 +1,15 @@
 """Encoders with a decoder: megatron-core's ``T5Model``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.families.context import ContextRanks
 from accel_megatron.families.family import IGNORED, Family, Term, TokenBatch, layers_of
 from accel_megatron.families.norm import MarkedNorm
 from accel_state.errors import BackendError
@@ -46,6 +48,10 @@ class T5Family(Family):
             **architecture.model,
         )
         model.lm_head.output_layer.bias = None  # T5 has none
+        ranks = ContextRanks.of(config)
+        if ranks is not None:
+            for positions in (model.encoder_relative_pos_emb, model.decoder_relative_pos_emb):
+                positions.forward = partial(_bias, positions.forward, ranks)
         scale = details["output_scale"]
         if scale != 1.0:
             model.lm_head.register_forward_pre_hook(lambda module, given: (given[0] * scale, *given[1:]))
@@ -117,11 +123,15 @@ class BiasedAttention(nn.Module):
     ) -> torch.Tensor:
         """Returns what all heads of this rank read, [queries, samples, heads * size].
 
-        ``query``, ``key`` and ``value``: [tokens, samples, heads, size]. ``attention_mask``: True where a query does
-        not read a key, and ``attention_bias``: both broadcast to [samples, heads, queries, keys].
+        ``query``, ``key`` and ``value``: [tokens of this rank, samples, heads, size]. ``attention_mask``: True where a
+        query does not read a key, and ``attention_bias``: both broadcast to [samples, heads, queries, keys of full
+        sequences].
         """
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+        ranks = ContextRanks.of(self.config)
+        if ranks is not None:
+            key, value = ranks.full_keys(key, value)
         scores = torch.einsum("qbhd,kbhd->bhqk", query, key)
         if self.config.attention_softmax_in_fp32:
             scores = scores.float()
@@ -134,3 +144,9 @@ class BiasedAttention(nn.Module):
             with get_cuda_rng_tracker().fork():
                 weights = self.dropout(weights)
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2).contiguous()
+
+
+def _bias(forward: Callable[[int, int], torch.Tensor], ranks: ContextRanks, queries: int, keys: int) -> torch.Tensor:
+    """Returns the bias of this rank's queries, [1, heads, queries, keys]; numbers of tokens are those of this rank."""
+    full = forward(queries * ranks.size, keys * ranks.size)
+    return full.index_select(2, ranks.positions(full.shape[2], full.device))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_megatron.conversion.architecture import Architecture
+from accel_megatron.families.context import padded_length
 from accel_megatron.families.family import TokenBatch
 from accel_megatron.families.steps import TrainStepArguments, train_step_of
 from accel_megatron.families.table import family_of
@@ -170,7 +171,8 @@ class MegatronEngine(nn.Module):
         count = self._count(batch, training)
         if training:
             self._open_gradients()
-        found = self._run(reporting(self._own.forward_step), batch, count, forward_only=not training)
+        step = reporting(self._own.forward_step, self.core.context_parallel_size)
+        found = self._run(step, batch, count, forward_only=not training)
         self.reported = joined(found, self.device)
         loss = self.reported.pop(LOSS)
         if training:
@@ -207,6 +209,8 @@ class MegatronEngine(nn.Module):
     def _check_lengths(self, batch: TokenBatch) -> None:
         config = self.core
         size = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.context_parallel_size > 1:  # which pads sequences
+            return
         for length in batch.lengths:
             if length % size:
                 raise BackendError(
@@ -282,15 +286,16 @@ class MegatronEngine(nn.Module):
 
         if self.training and (self.core.hidden_dropout or self.core.attention_dropout):
             seed_tensor_parallel(int(torch.randint(2**31, ())), self.device)
+        length = padded_length(self.core, batch.lengths[-1])
         with torch.enable_grad() if not forward_only else torch.no_grad():
             found: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=[batch.split(count) for _ in self.chunks],
                 model=list(self.chunks),
                 num_microbatches=count,
-                seq_length=batch.lengths[-1],
+                seq_length=length,
                 micro_batch_size=batch.samples // count,
-                decoder_seq_length=batch.lengths[-1],
+                decoder_seq_length=length,
                 forward_only=forward_only,
                 collect_non_loss_data=collect,
             )

@@ -22,16 +22,13 @@ def full_tensors(
     """
     from megatron.core import parallel_state
 
-    tensor, pipeline = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
     found: dict[str, torch.Tensor] = {}
     for name, rule in local_rules(architecture, copies=False):
         if name not in local:
             continue
         own = local[name].detach()
-        shards = [own]
+        shards, tensor = [own], _sharing(rule)
         if rule.dim is not None and tensor.size() > 1:
             shards = [torch.empty_like(own) for _ in range(tensor.size())]
             dist.all_gather(shards, own.contiguous(), group=tensor)
@@ -60,16 +57,25 @@ def _of_all_ranks(
 
 def local_tensors(architecture: Architecture, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns this rank's tensors by megatron-core's names, of those that ``full`` has."""
+    slices = unstacked(full, architecture.stacks)
+    found = {}
+    for name, rule in local_rules(architecture):
+        if rule.names[0] in slices:
+            group = _sharing(rule)
+            found[name] = rule.shard(rule.join([slices[one] for one in rule.names]), group.rank(), group.size())
+    return found
+
+
+def _sharing(rule: Rule) -> dist.ProcessGroup:
+    """Returns the ranks over which a tensor is split: those that share an expert, or the tensor-parallel ranks."""
     from megatron.core import parallel_state
 
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    slices = unstacked(full, architecture.stacks)
-    return {
-        name: rule.shard(rule.join([slices[one] for one in rule.names]), rank, size)
-        for name, rule in local_rules(architecture)
-        if rule.names[0] in slices
-    }
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if rule.of_expert
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    return group
 
 
 def norm_over_ranks(

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from accel_backends import ReplicatedGradients
 from accel_backends.ops.fqn import named_parameters
+from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.training.gathering import (
     full_tensors,
     local_tensors,
     mean_over_model_ranks,
-    norm_over_ranks,
     on_expert_ranks,
     place,
 )
@@ -83,17 +83,12 @@ class MegatronGradients(ReplicatedGradients):
 
         Collective: every rank of the group must call this.
         """
-        from megatron.core import parallel_state
-
-        models = list(models)
-        first = self._engines.find(models[0])
-        held = [
-            (parameter, _of_replica(parameter))
-            for model in models
-            for parameter in named_weights(self._engines.find(model).chunks).values()
-        ]
-        norm = norm_over_ranks(held, parallel_state.get_model_parallel_group(), first.device)
-        norm = norm.to(accumulation_dtype(first.core.params_dtype))
+        engines = [self._engines.find(model) for model in models]
+        total = torch.zeros((), dtype=torch.float64, device=engines[0].device)
+        for engine in engines:
+            for gradient in self.unreduced(engine).values():
+                total += gradient.double().pow(2).sum()
+        norm = total.sqrt().to(accumulation_dtype(engines[0].core.params_dtype))
         return norm if self.loss_scale is None else norm / self.loss_scale.current
 
     def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
@@ -114,9 +109,9 @@ class MegatronGradients(ReplicatedGradients):
         engine = self._engines.find(model)
         if not engine.gradients.filled:
             return {}
-        own = named_weights(engine.chunks)
-        held = {name: gradient for name, p in own.items() if (gradient := _of_replica(p)) is not None}
-        return full_tensors(engine.architecture, held, engine.device)
+        full = full_tensors(engine.architecture, _of_replica(named_weights(engine.chunks)), engine.device)
+        _experts_of_replica(engine.architecture, full)
+        return full
 
     def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Restores the gradients that ``unreduced`` returned, or any gradients with the same mean over ranks.
@@ -134,7 +129,8 @@ class MegatronGradients(ReplicatedGradients):
             return
         own = named_weights(engine.chunks)
         for name, value in local_tensors(engine.architecture, mean).items():
-            own[name].main_grad.copy_(value * expert_ranks(own[name]))
+            share = _expert_share() if on_expert_ranks(own[name]) else 1 / _parts(own[name])
+            own[name].main_grad.copy_(value * share)
         engine.gradients.filled = True
 
     def reduce(self, model: nn.Module) -> None:
@@ -162,13 +158,69 @@ class MegatronGradients(ReplicatedGradients):
         self._engines.find(model).gradients.clear()
 
 
-def expert_ranks(parameter: torch.Tensor) -> int:
-    """Number of ranks whose tokens are in a parameter's gradient before it is averaged: those of its experts."""
-    return place().expert_ranks if on_expert_ranks(parameter) else 1
+def _of_replica(parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns this rank's gradients by name, of all tokens of its replica; those of divided experts as they are.
+
+    Context-parallel ranks have the gradients of their tokens, times their number; so have tensor-parallel ranks those
+    of norms and routers under sequence parallelism, but not times their number.
+
+    Collective: every rank of a stage of a replica must call this.
+    """
+    from megatron.core import parallel_state
+
+    context = parallel_state.get_context_parallel_group()
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
+        if gradient is None:
+            continue
+        parts = _parts(parameter)
+        if not on_expert_ranks(parameter) and (context.size() > 1 or parts > 1):
+            gradient = gradient.clone()
+            if context.size() > 1:
+                dist.all_reduce(gradient, group=context)
+                gradient.div_(context.size())
+            if parts > 1:
+                dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+        found[name] = gradient
+    return found
 
 
-def _of_replica(parameter: Any) -> torch.Tensor | None:
-    """Returns a parameter's gradient of one replica, the mean of those whose tokens its experts compute."""
-    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    count = expert_ranks(parameter)
-    return gradient if gradient is None or count == 1 else gradient / count
+def _experts_of_replica(architecture: Architecture, full: dict[str, torch.Tensor]) -> None:
+    """Makes full gradients of divided experts those of a replica, in place.
+
+    Each rank passes those of the tokens of all ranks with the other experts; these may be of several replicas, whose
+    mean it then gets, or only of some tokens of a replica.
+
+    Collective: every rank of a stage of a replica must call this.
+    """
+    from megatron.core import parallel_state
+
+    here = place()
+    if here.expert_ranks == 1:
+        return
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    for name in sorted(architecture.stacks & full.keys()):
+        if group.size() > 1:
+            dist.all_reduce(full[name], group=group)
+        full[name].div_(group.size() * _expert_share())
+
+
+def _expert_share() -> float:
+    """Number of replicas whose tokens the ranks with all experts have; below 1 for only some tokens of a replica.
+
+    A context-parallel rank counts as a replica, because its gradients are times the number of these ranks.
+    """
+    from megatron.core import parallel_state
+
+    ranks: int = parallel_state.get_expert_tensor_and_model_parallel_group().size()
+    tensor: int = parallel_state.get_tensor_model_parallel_world_size()
+    return ranks / tensor
+
+
+def _parts(parameter: Any) -> int:
+    """Number of ranks whose gradients of a parameter megatron-core sums, because each has other tokens."""
+    from megatron.core import parallel_state
+
+    marked = getattr(parameter, "sequence_parallel", False)
+    return parallel_state.get_tensor_model_parallel_world_size() if marked else 1

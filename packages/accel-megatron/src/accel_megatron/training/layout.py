@@ -8,7 +8,10 @@ from accel_backends import ReplicatedLayout
 
 @final
 class MegatronLayout(ReplicatedLayout):
-    """Layers split over tensor-parallel ranks, stages over pipeline ranks; samples over the other ranks."""
+    """Layers split over tensor-parallel ranks, stages over pipeline ranks, sequences over context-parallel ranks.
+
+    Samples are split over the other ranks.
+    """
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -17,5 +20,5 @@ class MegatronLayout(ReplicatedLayout):
 
     @property
     def shared_degrees(self) -> Mapping[str, int]:
-        """Tensor-parallel and pipeline-parallel sizes."""
-        return {axis: self.run.parallelism.size(axis) for axis in ("tp", "pp")}
+        """Tensor-parallel, pipeline-parallel and context-parallel sizes."""
+        return {axis: self.run.parallelism.size(axis) for axis in ("tp", "pp", "cp")}

@@ -66,8 +66,12 @@ class OwnBatch:
         return {name: one for name, one in self.values.items() if isinstance(one, torch.Tensor) and one.dim()}
 
 
-def reporting(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the forward step, whose loss function reports the loss, too."""
+def reporting(forward_step: Callable[..., Any], context_ranks: int) -> Callable[..., Any]:
+    """Returns the forward step, whose loss function reports the loss, too.
+
+    The schedule multiplies a loss by the number of ``context_ranks``, over which gradients are averaged, unless the
+    function returns the number of tokens.
+    """
 
     def step(parts: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
         output, function = forward_step(parts, model)
@@ -75,7 +79,7 @@ def reporting(forward_step: Callable[..., Any]) -> Callable[..., Any]:
         def loss(output: Any) -> tuple[Any, ...]:
             value, *tokens, reported = function(output)
             mean = value.detach() / tokens[0].clamp(min=1) if tokens else value.detach().clone()
-            return value, *tokens, {LOSS: mean, **reported}
+            return value * (context_ranks if tokens else 1), *tokens, {LOSS: mean, **reported}
 
         return output, loss
 

@@ -7,7 +7,9 @@ import torch
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.conversion.rules import stack_name
+from accel_megatron.families.context import ContextRanks
 from accel_megatron.families.losses import vocab_parallel_losses
+from accel_megatron.families.sharded_calls import ShardedCalls
 from accel_megatron.families.table import family_of
 from accel_megatron.training.gathering import chunk_name, place
 from accel_megatron.training.padding import stop_padding
@@ -65,6 +67,8 @@ def transformer_config(
         pipeline_model_parallel_size=options.pp_degree,
         virtual_pipeline_model_parallel_size=options.chunks(architecture.num_layers),
         expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
+        context_parallel_size=options.context_parallel_size,
         sequence_parallel=options.sequence_parallelism,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -135,6 +139,9 @@ def build_chunk(
         model.compute_language_model_loss = vocab_parallel_losses
         model.double()
     model.to(device)
+    ranks = ContextRanks.of(config)
+    if ranks is not None:
+        model.forward = ShardedCalls(model, ranks)
     own = dict(model.named_parameters())
     assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())
     for name, rule in rules.items():
