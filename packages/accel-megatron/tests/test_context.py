@@ -165,6 +165,20 @@ def test_tokens_see_what_masks_of_megatrons_data_sets_show(rank):
 
 
 @pytest.mark.ranks(2)
+def test_no_rank_has_the_mask_of_full_sequences(rank):
+    import torch
+    from loops import accelerator, make_model, samples
+
+    shapes = []
+    with accelerator(**TWO) as one, torch.no_grad():
+        model = one.prepare(make_model("gpt2")).eval()
+        attention = model.chunks[0].module.decoder.layers[0].self_attention.core_attention
+        attention.register_forward_pre_hook(lambda module, given: shapes.append([one.shape for one in given]))
+        model(**samples(0, 0))
+    assert shapes == [[(6, 4, 4, 8)] * 3 + [(4, 1, 1, 12)]]
+
+
+@pytest.mark.ranks(2)
 def test_without_a_mask_tokens_see_those_before_them(rank):
     import torch
     from loops import accelerator, make_model, samples

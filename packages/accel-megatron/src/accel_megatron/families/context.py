@@ -101,7 +101,8 @@ class ContextAttention(nn.Module):
 
         ``query``, ``key`` and ``value``: [tokens of this rank, samples, heads, size], with fewer heads of keys if their
         queries share them. ``attention_mask``: True where a query does not read a key, broadcasts to [samples, heads,
-        queries, tokens of full sequences]; None: as causal attention does, or none.
+        queries, tokens of full sequences]; None: no mask. If it is the same for all queries, attention that is
+        causal hides later tokens, too.
 
         Collective: every context-parallel rank must call this.
         """
@@ -112,10 +113,10 @@ class ContextAttention(nn.Module):
         # On CUDA no fast kernel has both a mask and grouped heads.
         shared = query.shape[2] // key.shape[2]
         keys, values = (one.repeat_interleave(shared, 2) for one in ranks.full_keys(key, value))
-        if attention_mask is None and self.causal:
-            length = keys.shape[0]
-            rows = ranks.positions(length, keys.device)
-            attention_mask = torch.arange(length, device=keys.device) > rows[:, None]
+        if self.causal and (attention_mask is None or attention_mask.shape[-2] == 1):
+            own = ranks.positions(keys.shape[0], keys.device)
+            later = torch.arange(keys.shape[0], device=keys.device) > own[:, None]
+            attention_mask = later if attention_mask is None else attention_mask | later
         seen = None
         if attention_mask is not None:
             # A token that reads none, which is padding that no other one reads, would be nan.

@@ -122,6 +122,15 @@ class Family(ABC):
         return torch.stack(found).sum() if found else None
 
 
+def causal_mask(hidden: torch.Tensor) -> torch.Tensor:
+    """Returns where a token does not read another, [samples, 1, tokens, tokens]: ``hidden`` ones, and later ones.
+
+    ``hidden``: True where a token is not read, [samples, 1, 1 or tokens, tokens].
+    """
+    length = hidden.shape[-1]
+    return hidden | torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+
+
 def layers_of(layer: Any, count: int, norm: Callable[..., Any] | None) -> Any:
     """Returns megatron-core's specification of ``count`` layers and of the norm behind the last stage's."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

@@ -7,7 +7,7 @@ import torch
 
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.families.context import use_context_attention
-from accel_megatron.families.family import IGNORED, Family, Term, TokenBatch, layers_of
+from accel_megatron.families.family import IGNORED, Family, Term, TokenBatch, causal_mask, layers_of
 from accel_megatron.families.norm import MarkedNorm
 from accel_megatron.families.router import plain_router
 from accel_state.errors import BackendError
@@ -65,9 +65,10 @@ class GPTFamily(Family):
         samples, length = ids.shape
         if position_ids is None:
             position_ids = torch.arange(length, device=ids.device)
-        mask = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1).expand(samples, 1, -1, -1)
-        if attention_mask is not None:
-            mask = mask | (attention_mask if tokens is not None else (attention_mask == 0)[:, None, None, :])
+        if attention_mask is None:
+            mask = torch.zeros(samples, 1, 1, length, dtype=torch.bool, device=ids.device)
+        else:
+            mask = causal_mask(attention_mask) if tokens is not None else (attention_mask == 0)[:, None, None, :]
         terms: tuple[Term, ...] = ()
         if labels is not None and tokens is not None:
             terms = (Term(labels if loss_mask is None else labels.masked_fill(loss_mask == 0, IGNORED)),)
@@ -82,7 +83,9 @@ class GPTFamily(Family):
         """Returns the losses of all tokens, or their logits."""
         given = part.tensors
         labels = {"labels": part.terms[0].targets.clamp(min=0)} if labelled else {}
-        return model(given["ids"], given["positions"], given["mask"], **labels)
+        # Context-parallel ranks hide later tokens in attention, so that none has the mask of full sequences.
+        mask = given["mask"] if model.config.context_parallel_size > 1 else causal_mask(given["mask"])
+        return model(given["ids"], given["positions"], mask, **labels)
 
     def result(self, architecture: Architecture, loss: torch.Tensor | None, logits: Sequence[torch.Tensor]) -> Any:
         """Returns the loss, and the logits of all tokens."""

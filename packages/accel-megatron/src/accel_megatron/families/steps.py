@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from accel_megatron.conversion.architecture import Architecture
-from accel_megatron.families.family import IGNORED, TokenBatch
+from accel_megatron.families.family import IGNORED, TokenBatch, causal_mask
 from accel_megatron.families.replicas import avg_losses_across_data_parallel_group
 from accel_megatron.families.table import family_of
 from accel_precision.convert import accumulation_dtype
@@ -104,7 +104,8 @@ class GPTTrainStep(FamilyTrainStep):
         def get_batch(parts: Parts) -> tuple[torch.Tensor, ...]:
             batch = self._batch(parts)
             labels, loss_mask = _labels(batch)
-            return batch.tensors["ids"], labels, loss_mask, batch.tensors["mask"], batch.tensors["positions"]
+            given = batch.tensors
+            return given["ids"], labels, loss_mask, causal_mask(given["mask"]), given["positions"]
 
         return get_batch
 
