@@ -1,5 +1,6 @@
 """Version 1 of sharding trains the same, and its states are named the same."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -72,15 +73,17 @@ def test_it_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_states_load_into_another_wrapping(rank: int) -> None:
-    backend = open_backend()
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_states_load_into_another_wrapping(rank: int, strategy: str) -> None:
+    backend = open_backend(sharding_strategy=strategy)
     model, other = make_model("transformer"), make_model("transformer", seed=5)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other)]
     model, other = backend.prepare(Bundle([model, other], optimizers)).models
     backend.backward(loss_of(model, tokens(0)))
     backend.step(optimizers[0])
     backend.states.load_model(other, backend.states.full_model(model, main_only=False))
-    backend.states.load_optimizer(optimizers[1], [other], backend.states.optimizer(optimizers[0], [model]))
+    state = deepcopy(backend.states.optimizer(optimizers[0], [model]))  # torch's optimizers load without a copy
+    backend.states.load_optimizer(optimizers[1], [other], state)
     for one, optimizer in zip((model, other), optimizers, strict=True):
         optimizer.zero_grad()
         backend.backward(loss_of(one, tokens(1)))
@@ -89,6 +92,17 @@ def test_states_load_into_another_wrapping(rank: int) -> None:
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     with pytest.raises(AccelError, match="state of another TinyTransformer"):
         backend.states.load_model(other, {"wrong": torch.zeros(1)})
+
+
+@pytest.mark.ranks(2)
+def test_without_sharding_the_prepared_model_loads_full_tensors_and_the_model_within_it_refuses_them() -> None:
+    backend, weights = open_backend(sharding_strategy="NO_SHARD"), make_model("mlp", seed=5).state_dict()
+    model = backend.prepare(Bundle([make_model("mlp")])).models[0]
+    with pytest.raises(BackendError, match=r"parameters are flat; call load_state_dict of the prepared model"):
+        backend.unwrap(model).load_state_dict(weights)
+    model.load_state_dict(weights)
+    found = backend.states.full_model(model, main_only=False)
+    assert all(torch.equal(value, found[name]) for name, value in weights.items())
 
 
 @pytest.mark.ranks(2)

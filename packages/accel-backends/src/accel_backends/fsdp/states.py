@@ -89,16 +89,19 @@ def take_full_tensors(model: nn.Module) -> None:
             module.register_load_state_dict_pre_hook(_place)
 
 
-def refuse_full_tensors(wrapped: nn.Module, inner: nn.Module, ignored: Collection[str]) -> None:
+def refuse_full_tensors(wrapped: nn.Module, inner: nn.Module, ignored: Collection[str], *, sharded: bool) -> None:
     """Makes FSDP1's wrapper and its wrapped model refuse parameters that are not DTensors.
+
+    A wrapper that is not ``sharded`` (NO_SHARD) loads full tensors; torch loads none into the model within it.
 
     Args:
         wrapped: the wrapper.
         inner: the wrapped model.
         ignored: names of its modules whose parameters are not sharded.
     """
-    refuse = partial(_refuse, tuple(f"{name}." for name in ignored))
-    for module in (wrapped, inner):
+    instead = "" if sharded else "call load_state_dict of the prepared model, "
+    refuse = partial(_refuse, tuple(f"{name}." for name in ignored), instead)
+    for module in (wrapped, inner) if sharded else (inner,):
         handle = module.register_load_state_dict_pre_hook(refuse)
         hooks: Any = module._load_state_dict_pre_hooks
         hooks.move_to_end(handle.id, last=False)  # before torch's own hook, which fails
@@ -113,7 +116,7 @@ def _place(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
 setattr(_place, ONLY_PLACES, True)
 
 
-def _refuse(ignored: tuple[str, ...], module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+def _refuse(ignored: tuple[str, ...], instead: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
     if prefix:  # the hook of an outer module has run already
         return
     names = named_parameters(module)
@@ -121,7 +124,7 @@ def _refuse(ignored: tuple[str, ...], module: nn.Module, state: Any, prefix: str
     full = next((name for name in given if not name.startswith(ignored)), None)
     if full is not None:
         raise BackendError(
-            f"load_state_dict of a model prepared with fsdp_version=1 was given the full {full}, and every rank "
-            "holds pieces; load weights before prepare, or copy them within accelerator.full_parameters(model), or use "
-            "fsdp_version=2, which takes full tensors"
+            f"load_state_dict of a model prepared with fsdp_version=1 was given the full {full}, and its "
+            f"parameters are flat; {instead}load weights before prepare, or copy them within "
+            "accelerator.full_parameters(model), or use fsdp_version=2, which takes full tensors"
         )

@@ -159,7 +159,7 @@ class FSDP1Backend(ModuleBackend):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wraps the model in ``FullyShardedDataParallel``; a model that the user has wrapped is left as it is."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
         from accel_backends.fsdp1.root import ExplainedRoot, reshard_after_evaluation
 
@@ -206,7 +206,9 @@ class FSDP1Backend(ModuleBackend):
         watched = {
             names[id(innermost(unit))]: (unit, unit.module) for unit in FullyShardedDataParallel.fsdp_modules(wrapped)
         }
-        refuse_full_tensors(wrapped, root, units.ignored)
+        refuse_full_tensors(
+            wrapped, root, units.ignored, sharded=wrapped.sharding_strategy is not ShardingStrategy.NO_SHARD
+        )
         self._outside[root] = refuse_outside(outside_units(wrapped), type(root).__name__, version=1)
         refuse_copies([root, *FullyShardedDataParallel.fsdp_modules(wrapped)], type(root).__name__, self.name)
         watch_units(wrapped, type(root).__name__, watched, self.session.group, replicas=self.layout.degrees[0])
