@@ -238,6 +238,23 @@ def test_dropout_differs_between_ranks_and_continues_after_a_checkpoint(rank, tm
 
 
 @pytest.mark.ranks(2)
+def test_a_checkpoint_of_replicas_gives_both_ranks_one_random_state(rank, tmp_path):
+    import torch
+    from loops import accelerator, make_model
+
+    with accelerator() as one:
+        one.prepare(make_model("llama"))
+        torch.manual_seed(rank)
+        one.save_state(str(tmp_path / "saved"))
+    with accelerator(**TWO) as one:
+        one.prepare(make_model("llama"))
+        one.load_state(str(tmp_path / "saved"))
+        states = [torch.empty_like(torch.get_rng_state()) for _ in range(2)]
+        torch.distributed.all_gather(states, torch.get_rng_state())
+        assert torch.equal(*states)
+
+
+@pytest.mark.ranks(2)
 def test_both_ranks_read_all_samples_and_metrics_count_each_once(rank):
     import torch
     from loops import accelerator, make_model, samples

@@ -22,3 +22,12 @@ class MegatronLayout(ReplicatedLayout):
     def shared_degrees(self) -> Mapping[str, int]:
         """Tensor-parallel, pipeline-parallel and context-parallel sizes."""
         return {axis: self.run.parallelism.size(axis) for axis in ("tp", "pp", "cp")}
+
+    @property
+    def rng_seed_rank(self) -> int:
+        """First of the tensor-parallel and context-parallel ranks that compute on this rank's samples.
+
+        A step of the user's own then draws the same numbers on all of them; dropout differs where it has to.
+        """
+        rank, parallelism = self.run.session.rank, self.run.parallelism
+        return rank - rank % (parallelism.size("tp") * parallelism.size("cp"))
