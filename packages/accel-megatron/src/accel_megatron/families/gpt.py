@@ -56,13 +56,15 @@ class GPTFamily(Family):
         ``attention_mask`` is True where a token does not read another, [samples, 1, tokens, tokens].
 
         Raises:
-            BackendError: neither or both of ``input_ids`` and ``tokens``.
+            BackendError: neither or both of ``input_ids`` and ``tokens``; or ``position_ids`` beside ``input_ids`` that
+                begin anew within a row.
         """
         ids = input_ids if tokens is None else tokens
         if ids is None or (input_ids is not None and tokens is not None):
             count = "neither" if ids is None else "both"
             raise BackendError(f"expected input_ids, or tokens of Megatron-LM's data sets; the call has {count}")
         samples, length = ids.shape
+        given = position_ids
         if position_ids is None:
             position_ids = torch.arange(length, device=ids.device)
         if attention_mask is None:
@@ -77,6 +79,8 @@ class GPTFamily(Family):
             targets[:, :-1] = labels[:, 1:]
             terms = (Term(targets),)
         positions = position_ids.expand(samples, length)
+        if given is not None and tokens is None:
+            _check_positions(positions, mask)
         return TokenBatch({"ids": ids, "positions": positions, "mask": mask}, terms, (length,))
 
     def call(self, model: Any, part: TokenBatch, *, labelled: bool) -> Any:
@@ -92,3 +96,23 @@ class GPTFamily(Family):
         from transformers.modeling_outputs import CausalLMOutput
 
         return CausalLMOutput(loss=loss, logits=next(iter(logits), None))
+
+
+def _check_positions(positions: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Refuses rows of several sequences, which Transformers keeps apart.
+
+    Here rotary positions are those of the tokens in the row, and a token reads all that are before it.
+
+    Raises:
+        BackendError: a token that is not hidden has not the position behind the one before it.
+    """
+    seen = ~hidden[:, 0, 0]
+    breaks = (positions.diff() != 1) & seen[:, 1:] & seen[:, :-1]
+    if breaks.any():
+        row, place = breaks.nonzero()[0].tolist()
+        before, after = positions[row, place : place + 2].tolist()
+        raise BackendError(
+            f"position_ids of row {row} go from {before} to {after} at token {place + 1}: with input_ids, each row is one "
+            "sequence under Megatron-LM; nearest: one sequence a row with an attention_mask, or tokens, labels and masks "
+            "as Megatron-LM's data sets have them"
+        )
