@@ -98,7 +98,7 @@ class PreparedOptimizer(Optimizer):
             if clock.window.unreduced:
                 clock.postponed[self] = set_to_none
                 return
-            if clock.window.position > 1 and id(self.optimizer) not in clock.window.done:
+            if clock.window.several and id(self.optimizer) not in clock.window.done:
                 clock.window.dropped = type(self.optimizer).__name__
         self.clear(set_to_none)
 

@@ -49,6 +49,19 @@ def test_a_run_resumed_inside_a_window_takes_the_same_steps(tmp_path: Path, stop
     torch.testing.assert_close(resumed, uninterrupted, rtol=1e-10, atol=1e-12)
 
 
+def test_a_resumed_window_without_a_further_backward_is_divided_by_the_weights_that_were_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((3, 1), 6.0, dtype=torch.float64)).sum(), weight=3)
+    accelerator.load_state(accelerator.save_state(tmp_path / "open"))
+    with accelerator.accumulate(model):
+        optimizer.step()
+    assert float(model.weight.detach()) == pytest.approx(-6.0, rel=1e-12)
+
+
 def test_a_window_moves_between_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
     uninterrupted = trained(96, tmp_path / "uninterrupted", weighted=True)
     rank_pool.run(trained, 36, tmp_path / "two", weighted=True, ranks=2)

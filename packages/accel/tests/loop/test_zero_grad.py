@@ -75,6 +75,17 @@ def test_a_step_without_a_backward_of_the_last_micro_batch_is_that_of_the_others
     assert weight(model) == pytest.approx(-111011 / 3, rel=1e-12)
 
 
+def test_a_window_with_one_backward_is_that_of_its_last_micro_batch() -> None:
+    accelerator, [model], [optimizer] = prepared(3)
+    for number, row in enumerate(ROWS):
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            if number not in (0, 1):
+                accelerator.backward(model(row).sum())
+            optimizer.step()
+    assert weight(model) == pytest.approx(-111100 / 3, rel=1e-12)
+
+
 def test_two_models_that_step_in_turn_in_windows_of_their_own_clear_first() -> None:
     accelerator, models, optimizers = prepared(3, 2)
     for row in ROWS:

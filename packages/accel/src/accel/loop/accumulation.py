@@ -44,10 +44,7 @@ def weighted_scale(
     with one small all-reduce. ``normalise`` replaces the power of two by the exact weight; a power of two does not
     round the result.
     """
-    if isinstance(weight, torch.Tensor):
-        added = weight.detach().to(device, weight_dtype(device))
-    else:  # filled by the device, because a copy from the host would wait for it
-        added = torch.full((), float(weight), dtype=weight_dtype(device), device=device)
+    added = weight_on(device, weight)
     if window.denominator is None:
         if window.reference is None:
             first = added * window.size
@@ -55,6 +52,14 @@ def weighted_scale(
         window.denominator = window.reference
     window.weight = added if window.weight is None else window.weight + added
     return over.ranks / window.denominator
+
+
+def weight_on(device: torch.device, weight: Weight) -> torch.Tensor:
+    """A weight as a scalar on a device, in the dtype for sums of weights."""
+    if isinstance(weight, torch.Tensor):
+        return weight.detach().to(device, weight_dtype(device))
+    # filled by the device, because a copy from the host would wait for it
+    return torch.full((), float(weight), dtype=weight_dtype(device), device=device)
 
 
 def weight_dtype(device: torch.device) -> torch.dtype:

@@ -183,6 +183,7 @@ class StepClock:
         if self.window.unreduced and self.complete is not None and (complete := self.complete()) is not None:
             complete()
             self.window.unreduced = False
+            self.window.several = True
 
     def stepped(self, optimizer: object) -> None:
         """Called when an optimizer has stepped for the current group of models, or has skipped the step."""

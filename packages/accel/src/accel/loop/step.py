@@ -8,7 +8,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from accel.loop.accumulation import Weight, correct_short_window, forget_dropped, normalise, weighted_scale
+from accel.loop.accumulation import Weight, correct_short_window, forget_dropped, normalise, weight_on, weighted_scale
 from accel_state.errors import BackendError, ConfigError, PrepareError
 from accel_state.watchdog.decorator import Recording, recorded
 
@@ -96,6 +96,7 @@ class TrainingStep:
             window = clock.window
             if window.dropped is not None:
                 raise BackendError(_SEVERAL_DROPPED.format(optimizer=window.dropped, count=window.position))
+            window.several = window.several or (clock.due and window.unreduced)
             window.unreduced = not clock.due
             if backend.loss_scale is not None:
                 clock.settle_scale(backend.loss_scale)
@@ -202,7 +203,8 @@ class TrainingStep:
             for model in models:
                 if model not in self.prepared.trained_apart:
                     gradients.reduce(model)
-            if clock.window.weight is not None:
+            if clock.window.weight is not None:  # a number, if no backward has added to it since it was loaded
+                clock.window.weight = weight_on(self.strategy.session.device.torch, clock.window.weight)
                 normalise(clock.window, models, gradients)
             elif clock.correction != 1.0:
                 correct_short_window(clock, models, gradients)

@@ -21,6 +21,7 @@ class AccumulationWindow:
         seen: the models had gradients after the last weighted loss.
         reached: positions of models without a window of their own that losses of this window have reached.
         unreduced: no backward has reduced the gradients of its last micro-batches yet.
+        several: gradients of its last backward were added to those of micro-batches before.
         done: ids of the optimizers that have stepped in it.
         dropped: name of an optimizer that has not, and whose gradients were cleared after the last backward.
     """
@@ -35,6 +36,7 @@ class AccumulationWindow:
         "reference",
         "rounds",
         "seen",
+        "several",
         "size",
         "step",
         "stepped",
@@ -55,6 +57,7 @@ class AccumulationWindow:
         self.seen = False
         self.reached: set[int] = set()
         self.unreduced = False
+        self.several = False
         self.done: set[int] = set()
         self.dropped: str | None = None
 
@@ -68,6 +71,7 @@ class AccumulationWindow:
         self.position = 0
         self.size = size
         self.unreduced = False
+        self.several = False
         self.dropped = None
         if self.done:
             self.done.clear()
