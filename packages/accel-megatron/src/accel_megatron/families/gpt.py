@@ -112,7 +112,7 @@ def _check_positions(positions: torch.Tensor, hidden: torch.Tensor) -> None:
         row, place = breaks.nonzero()[0].tolist()
         before, after = positions[row, place : place + 2].tolist()
         raise BackendError(
-            f"position_ids of row {row} go from {before} to {after} at token {place + 1}: with input_ids, each row is one "
-            "sequence under Megatron-LM; nearest: one sequence a row with an attention_mask, or tokens, labels and masks "
-            "as Megatron-LM's data sets have them"
+            f"position_ids of row {row} go from {before} to {after} at token {place + 1}: with input_ids, each row is "
+            "one sequence under Megatron-LM; nearest: one sequence a row with an attention_mask, or tokens, labels and "
+            "masks as Megatron-LM's data sets have them"
         )
