@@ -16,14 +16,25 @@ def summed(group: dist.ProcessGroup) -> float:
 
 @pytest.mark.ranks(3)
 def test_ranks_that_made_other_groups_before_meet_in_a_sibling(rank: int) -> None:
-    own = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
     pair = dist.new_group([0, 2])
+    own = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
     assert summed(sibling_group(dist.group.WORLD)) == 3
     if rank != 1:
         sibling = sibling_group(pair, backend="gloo")
         assert (summed(sibling), dist.get_process_group_ranks(sibling)) == (2, [0, 2])
     dist.barrier()
     assert len(own) == rank
+
+
+@pytest.mark.ranks(3)
+def test_a_sibling_of_some_ranks_leaves_later_groups_of_torch_as_they_are(rank: int) -> None:
+    part = sibling_group(dist.group.WORLD, ranks=(0, 2))
+    if rank == 1:
+        assert part is dist.GroupMember.NON_GROUP_MEMBER
+    else:
+        assert (summed(part), dist.get_process_group_ranks(part), part.rank()) == (2, [0, 2], rank // 2)
+    # torch 2.15 names it by the number of groups before it, those that only some ranks made among them.
+    assert summed(dist.new_group()) == 3
 
 
 @pytest.mark.ranks(2)

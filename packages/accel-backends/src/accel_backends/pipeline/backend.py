@@ -48,6 +48,7 @@ from accel_backends.roles.gradients import NOTHING
 from accel_precision.autocast import autocast_module, cast_parameters
 from accel_state.collectives.objects import all_gather_object
 from accel_state.errors import PrepareError
+from accel_state.process_group.group import sibling_group
 
 
 @final
@@ -166,7 +167,7 @@ class PipelineBackend(ModuleBackend):
         """Releases everything, and destroys the group of the ranks that share a tied weight."""
         super().close()
         ends, self._ends = self._ends, None
-        if ends is not None and dist.is_initialized():
+        if isinstance(ends, dist.ProcessGroup) and dist.is_initialized():
             dist.destroy_process_group(ends)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -293,12 +294,12 @@ class PipelineBackend(ModuleBackend):
     def _tied(self, causal_lm: CausalLM, plan: StagePlan) -> TiedWeight | None:
         """The weight that this rank has in common with another rank."""
         first, last = 0 in plan.held, plan.has_last
-        if causal_lm.tied is None or first == last:
+        if causal_lm.tied is None or plan.last_rank == 0:
             return None
         if self._ends is None:
-            ranks = dist.get_process_group_ranks(self._group)
-            group = dist.new_group([ranks[0], ranks[plan.last_rank]], use_local_synchronization=True)
-            self._ends = cast(dist.ProcessGroup, group)
+            self._ends = sibling_group(self._group, ranks=(0, plan.last_rank))
+        if first == last:
+            return None
         return TiedWeight(cast(Any, causal_lm.model).get_input_embeddings(), self._ends, is_first=first)
 
     def _equalise(self, model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -190,18 +190,24 @@ def set_default_timeout(timeout: timedelta | None) -> None:
 
 
 def sibling_group(
-    like: "ProcessGroup", *, backend: str | None = None, timeout: timedelta | None = None
+    like: "ProcessGroup",
+    *,
+    ranks: Sequence[int] | None = None,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> "ProcessGroup":
-    """Creates another group of the ranks of ``like``.
+    """Creates another group of the ranks of ``like``, or of some of them.
 
     Collective: every rank of the group must call this. Ranks outside ``like`` must not.
 
     torch derives the name of a new group from the groups that this process created before. Ranks that created other
     groups would therefore wait for one another under different names, and the name of a destroyed group would be reused
     while its addresses are still in the store. The first rank of ``like`` therefore draws a random name and broadcasts
-    it.
+    it. torch does not count the group, so that later ``new_group`` calls meet whether a rank is in it or not.
 
     Args:
+        ranks: ranks of the new group, as ``like`` numbers them; None: all. Other ranks get torch's
+            ``GroupMember.NON_GROUP_MEMBER``.
         backend: backend of the new group; None: that of ``like``. The siblings of a fake group are fake.
         timeout: timeout of its collectives; None: torch's default.
     """
@@ -209,11 +215,15 @@ def sibling_group(
 
     from accel_state.collectives.objects import all_gather_object
 
-    ranks = dist.get_process_group_ranks(like)
+    within = range(like.size()) if ranks is None else ranks
     chosen = dist.Backend(group_backend(like) if backend is None or is_fake(like) else backend)
     name: Any = f"accel/{all_gather_object(uuid4().hex, group=like)[0]}"
+    if like.rank() not in within:
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+        return outside  # type: ignore[no-any-return]
+    numbers = dist.get_process_group_ranks(like)
     with no_warnings():  # of the store, if rank 0 ends before it has set its address
-        return new_group(ranks, like.rank(), chosen, name, timeout)
+        return new_group([numbers[one] for one in within], within.index(like.rank()), chosen, name, timeout)
 
 
 def close_group(group: "ProcessGroup", *, patience: float | None = None) -> None:
