@@ -85,6 +85,7 @@ def recomputing(model, **options):
     return model
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,6 +8,7 @@ that shard by module add their hooks outside of ``forward``, as for any block.
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, Literal, final
 
 import torch
@@ -42,6 +43,9 @@ _MATMULS = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+# Option of torch 2.15's checkpoint: whether the caller's hooks of saved tensors see kept results. By default they see
+# none in all of these versions; torch 2.15 warns that a later one changes this.
+_KEPT_BY_HOOKS = "respect_saved_tensors_hooks"
 RECOMPUTED = "_accel_recomputed"
 """Attribute of the classes of recomputed blocks."""
 # Attribute of transformers' modules that recompute their blocks themselves.
@@ -150,6 +154,8 @@ class ActivationCheckpointing(KwargsHandler):
         if self.save != "nothing":
             kept = matmuls() if self.save == "matmuls" else self.save
             options["context_fn"] = partial(_selective_contexts, kept)
+            if _KEPT_BY_HOOKS in signature(checkpoint).parameters:
+                options[_KEPT_BY_HOOKS] = False
         run: Run = partial(checkpoint, **options)
         return _offloaded(run) if self.offload else run
 
