@@ -145,7 +145,7 @@ def test_groups_of_parameters_are_found_in_torch_before_and_since_2_13():
 
 
 def test_a_torch_that_keeps_units_elsewhere_is_named():
-    with pytest.raises(BackendError, match=r"torch 2\.9 to 2\.13"):
+    with pytest.raises(BackendError, match=r"torch 2\.9 to 2\.15"):
         private.unit_parameters(Unit())
 
 

@@ -93,7 +93,7 @@ def test_worker_info_is_shown_and_hidden():
 def test_a_torch_that_keeps_worker_info_elsewhere_is_named(monkeypatch):
     monkeypatch.setattr(private, "get_worker_info", lambda: None)
     try:
-        with pytest.raises(RuntimeError, match=r"torch 2\.9 to 2\.13"):
+        with pytest.raises(RuntimeError, match=r"torch 2\.9 to 2\.15"):
             private.show_worker_info(torch.Size())
     finally:
         monkeypatch.undo()

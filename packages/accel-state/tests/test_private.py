@@ -43,7 +43,7 @@ def test_a_group_opens_and_is_known_until_it_is_destroyed(monkeypatch, rank, hel
 
 def test_a_torch_without_the_default_store_is_named(monkeypatch):
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
-    with pytest.raises(ImportError, match=r"torch 2\.9 to 2\.13"):
+    with pytest.raises(ImportError, match=r"torch 2\.9 to 2\.15"):
         private.default_store()
 
 

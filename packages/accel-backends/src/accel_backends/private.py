@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses, read in torch 2.9 and 2.13, each with what happens without it.
+"""Private names of torch that this package uses, read in torch 2.9, 2.13 and 2.15, each with what happens without it.
 
 No other module of the package uses them; CI checks that. Attributes of the objects of DDP and of FSDP1 are read where
 those backends compute with them.
@@ -156,7 +156,7 @@ def unit_groups(module: nn.Module) -> Iterable[Any]:
             groups = () if state._fsdp_param_group is None else (state._fsdp_param_group,)
         except AttributeError:
             raise BackendError(
-                f"torch {torch.__version__} keeps the parameters of FSDP2 units elsewhere than torch 2.9 to 2.13; use "
+                f"torch {torch.__version__} keeps the parameters of FSDP2 units elsewhere than torch 2.9 to 2.15; use "
                 "one of these, or strategy='ddp'"
             ) from None
     return groups
@@ -236,7 +236,8 @@ def repair_first_messages(stage: Any) -> None:
     """Makes the first messages of a ``PipelineStage`` to its neighbours such that they arrive.
 
     By ``_get_init_p2p_neighbors_ops``, which in torch 2.9 sends an int64 where a float32 is received, and before torch
-    2.13 sends a message from a rank to itself where two stages on a V are neighbours, which gloo refuses.
+    2.13 sends a message from a rank to itself where two stages on a V are neighbours, which gloo refuses. torch 2.15
+    does not have it: there the schedule sends these messages, one kind and none within a rank.
     """
     make = getattr(stage, "_get_init_p2p_neighbors_ops", None)
     if make is None:
@@ -271,7 +272,7 @@ def leave_out_backwards(schedule: Any, forwards: Collection[str]) -> None:
     if orders is None:
         raise BackendError(
             f"torch {torch.__version__} keeps the actions of {type(schedule).__name__} elsewhere than torch 2.11 to "
-            "2.13; use one of these, or schedule='1f1b'"
+            "2.15; use one of these, or schedule='1f1b'"
         )
     for rank, actions in orders.items():
         orders[rank] = [one for one in actions if one.computation_type.name in forwards]
@@ -291,7 +292,8 @@ def guard_shape_inference(stage: Any, guard: Callable[[Callable[[], Any], Sequen
 def trust_known_shapes(stage: Any) -> None:
     """Makes a ``PipelineStage`` with examples of its input and result not ask other ranks whether they know theirs.
 
-    By ``_warmup_backward_result``, which receives the answer; a torch without it uses examples without asking.
+    By ``_warmup_backward_result``, which receives the answer. A torch without it (2.9, and 2.15 in a fake group) uses
+    examples without asking.
     """
     if hasattr(stage, "_warmup_backward_result"):
         stage._warmup_backward_result = lambda received_result=None: torch.ones(1, dtype=torch.int32)

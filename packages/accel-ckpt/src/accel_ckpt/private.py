@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses, read in torch 2.9 and 2.13, each with what happens without it.
+"""Private names of torch that this package uses, read in torch 2.9, 2.13 and 2.15, each with what happens without it.
 
 No other module of the package uses a private name of torch; CI checks that.
 """

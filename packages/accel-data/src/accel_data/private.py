@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses, read in torch 2.9 and 2.13, each with what happens without it.
+"""Private names of torch that this package uses, read in torch 2.9, 2.13 and 2.15, each with what happens without it.
 
 No other module of the package uses a private name of torch; CI checks that.
 """
@@ -88,5 +88,5 @@ def show_worker_info(info: object) -> None:
     if get_worker_info() is not info:
         raise RuntimeError(
             "this torch does not read get_worker_info() from torch.utils.data._utils.worker._worker_info, as torch 2.9 "
-            "to 2.13 do; read iterable datasets with num_workers=0"
+            "to 2.15 do; read iterable datasets with num_workers=0"
         )

@@ -1,7 +1,7 @@
 """Private names of DeepSpeed and torch that this package uses, each with what happens without it.
 
-Those of DeepSpeed were read in 0.19.8, those of torch in 2.9 and 2.13. No other module of the package uses them; CI
-checks that. Names without a substitute are checked as soon as DeepSpeed has been imported, or an engine exists.
+Those of DeepSpeed were read in 0.19.8, those of torch in 2.9, 2.13 and 2.15. No other module of the package uses them;
+CI checks that. Names without a substitute are checked as soon as DeepSpeed has been imported, or an engine exists.
 Version counters of tensors (``_version``) and the dictionaries of modules (``_parameters``) are read where parameters
 are compared or listed: torch has no public name by which either costs as little.
 """

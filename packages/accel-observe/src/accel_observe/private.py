@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses, read in torch 2.9 and 2.13, each with what happens without it.
+"""Private names of torch that this package uses, read in torch 2.9, 2.13 and 2.15, each with what happens without it.
 
 No other module of the package uses a private name of torch; CI checks that.
 """
@@ -18,6 +18,6 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     if engine is None:
         raise RuntimeError(
             f"torch {torch.__version__} has no torch.autograd.Variable._execution_engine, by which the time of the "
-            "backward is measured; use torch 2.9 to 2.13"
+            "backward is measured; use torch 2.9 to 2.15"
         )
     engine.queue_callback(call)

@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses, read in torch 2.9 and 2.13, each with what happens without it.
+"""Private names of torch that this package uses, read in torch 2.9, 2.13 and 2.15, each with what happens without it.
 
 No other module of the package uses a private name of torch; CI checks that.
 """
@@ -30,7 +30,7 @@ def default_store() -> "Store":
     if get is None:
         raise ImportError(
             f"torch {torch.__version__} has no torch.distributed.distributed_c10d._get_default_store; use torch 2.9 to "
-            "2.13, which have it"
+            "2.15, which have it"
         )
     store: Store = get()
     return store
