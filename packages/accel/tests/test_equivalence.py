@@ -1,6 +1,7 @@
 """Many ranks compute what one process computes on the same global batches."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -214,3 +215,30 @@ def test_weights_are_summed_over_the_ranks_whose_gradients_are_averaged(rank: in
     (model(torch.ones(1, 1)).sum() * scale).backward()
     normalise(window, [model], Pair())
     assert model.weight.grad.item() == pytest.approx(2 / (3 if rank < 2 else 7))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+def test_weights_of_two_models_in_one_window_divide_the_gradients_of_both(rank: int, strategy: str) -> None:
+    """Each model has a backward of its own, so that the first one of the last micro-batch divides what waits."""
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    rows = [[torch.randn(2 + micro + one, 3, dtype=torch.float64) for one in range(2)] for micro in range(2)]
+    own = [torch.nn.Linear(3, 2, bias=False, dtype=torch.float64) for _ in range(2)]
+    expected = [deepcopy(model) for model in own]
+    for model in expected:
+        (sum(model(x).square().sum() for micro in rows for x in micro) / (2 * 12)).backward()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in own]
+    first, second, *optimizers = accelerator.prepare(*own, *optimizers)
+    for micro in rows:
+        with accelerator.accumulate(first, second):
+            for model in (first, second):
+                accelerator.backward(model(micro[rank]).square().sum(), weight=len(micro[rank]))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for model, one in zip((first, second), expected, strict=True):
+        state = accelerator.get_state_dict(model)
+        if rank == 0:
+            assert torch.allclose(state["weight"], one.weight - one.weight.grad, rtol=0, atol=1e-12)
+    accelerator.end_training()

@@ -1,6 +1,6 @@
 """Gradients of models that ``fully_shard`` has sharded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,6 +13,7 @@ from accel_backends.fsdp.shard import ShardedModels, rest
 from accel_backends.fsdp.unreduced_gradients import (
     drop_gradients,
     drop_unreduced,
+    scale_unreduced,
     set_unreduced_gradients,
     unreduced_gradients,
 )
@@ -40,6 +41,14 @@ class DTensorGradients(ReplicatedGradients):
         """Reduces the given gradients at once; later backwards of the accumulation window add to the result."""
         rest(self._sharded, [model])
         set_unreduced_gradients(model, gradients, group=self.run.session.group)
+
+    def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
+        """Multiplies the accumulated gradients, those that torch has not reduced yet included."""
+        models = list(models)
+        rest(self._sharded, models)
+        super().scale(models, factor)
+        for model in models:
+            scale_unreduced(model, factor)
 
     def reduce(self, model: nn.Module) -> None:
         """Reduces the full gradients that torch keeps unreduced on each rank."""

@@ -69,6 +69,12 @@ def drop_unreduced(model: nn.Module, parameters: Container[int]) -> None:
             _drop(entry)
 
 
+def scale_unreduced(model: nn.Module, factor: float | torch.Tensor) -> None:
+    """Multiplies the unreduced full gradients by a number, or by a tensor with one."""
+    for _, added in _unreduced(model):
+        added.mul_(factor if not isinstance(factor, torch.Tensor) else factor.to(added.device, added.dtype))
+
+
 def added_up(entry: Any) -> torch.Tensor | None:
     """Returns the full unreduced gradient of a parameter on this rank, given torch's ``FSDPParam``."""
     added: torch.Tensor | None = entry.unsharded_accumulated_grad
@@ -79,9 +85,10 @@ def added_up(entry: Any) -> torch.Tensor | None:
 
 
 def _drop(entry: Any) -> None:
-    entry.unsharded_accumulated_grad = None
     if (full := full_parameter(entry)) is not None:
         full.grad = None
+    if entry.unsharded_accumulated_grad is not None:  # in torch 2.15 this is that very gradient, and cannot be set
+        entry.unsharded_accumulated_grad = None
 
 
 def _unreduced(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -22,7 +22,7 @@ from accel_state.collectives.group_argument import is_fake
 
 ARGUMENTS: Final = "arguments of the call"
 """Place of errors of a rank that cannot run its batch."""
-_FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F"})
+_FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F"})  # the last one since torch 2.15
 # torch 2.9 has no such option, and joins the outputs, which are one number for each micro-batch.
 _NO_OUTPUTS: Final = {"return_outputs": False} if "return_outputs" in signature(ScheduleGPipe.step).parameters else {}
 
