@@ -73,6 +73,22 @@ def test_it_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("how", ["again", "earlier forward"])
+def test_a_forward_has_one_backward_before_the_next_one(rank: int, strategy: str, how: str) -> None:
+    backend = open_backend(sharding_strategy=strategy)
+    model = backend.prepare(Bundle([make_model("transformer")])).models[0]
+    first = loss_of(model, tokens(rank))
+    second = first if how == "again" else loss_of(model, tokens(2 + rank))
+    backend.backward(first, retain_graph=how == "again")
+    with pytest.raises(BackendError, match=r"call backward once in place of backward\(retain_graph=True\)"):
+        backend.backward(second)
+    if strategy == "NO_SHARD":
+        model.zero_grad()
+        backend.backward(loss_of(model, tokens(rank)))
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_states_load_into_another_wrapping(rank: int, strategy: str) -> None:
     backend = open_backend(sharding_strategy=strategy)

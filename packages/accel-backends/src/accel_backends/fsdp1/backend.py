@@ -55,7 +55,7 @@ from accel_state.private import untraced
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    from accel_backends.fsdp1.root import Wrapped
+    from accel_backends.fsdp1.root import OneBackward, Wrapped
 
 _log = get_logger(__name__)
 
@@ -84,6 +84,7 @@ class FSDP1Backend(ModuleBackend):
         self._filled = [True]
         self._outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._wrapped: Wrapped = WeakSet()
+        self._guards: WeakKeyDictionary[nn.Module, OneBackward] = WeakKeyDictionary()
         self.layout = MeshLayout(run, self._spread)
         self.gradients = FlatGradients(self, self._spread, offloads=bool(self._options.cpu_offload))
         self.states = FlatStates(self)
@@ -161,7 +162,7 @@ class FSDP1Backend(ModuleBackend):
         """Wraps the model in ``FullyShardedDataParallel``; a model that the user has wrapped is left as it is."""
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-        from accel_backends.fsdp1.root import ExplainedRoot, reshard_after_evaluation
+        from accel_backends.fsdp1.root import ExplainedRoot, OneBackward, reshard_after_evaluation
 
         if (wrapped := find_fsdp1(model)) is not None:
             if wrapped._device_mesh is None:
@@ -197,6 +198,8 @@ class FSDP1Backend(ModuleBackend):
             for parameter in wrapped.parameters():
                 if hasattr(parameter, "grad_dtype"):
                     parameter.grad_dtype = None
+            guard = self._guards[wrapped] = OneBackward()
+            wrapped.register_forward_hook(untraced(partial(guard.watch)))
         self._name_states(wrapped)
         self._convert_outputs(wrapped)
         within = WeakSet(FullyShardedDataParallel.fsdp_modules(wrapped))
@@ -228,6 +231,7 @@ class FSDP1Backend(ModuleBackend):
         """Drops everything."""
         super().close()
         self._wrapped.clear()
+        self._guards.clear()
         self._spread.close()
 
     # A step
@@ -236,10 +240,15 @@ class FSDP1Backend(ModuleBackend):
         """As on one device.
 
         Raises:
-            BackendError: backward needs parameters that have been resharded; see ``outside_forward.explained``.
+            BackendError: backward needs parameters that have been resharded; see ``outside_forward.explained``. Without
+                sharding, a backward that is not the first one after its forward.
         """
-        with explained(1):
-            super().backward(loss, scale=scale, **kwargs)
+        try:
+            with explained(1):
+                super().backward(loss, scale=scale, **kwargs)
+        finally:
+            for guard in self._guards.values():
+                guard.finish()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """The ``no_sync`` of the wrapper."""

@@ -1,5 +1,6 @@
 """Outermost FSDP1 wrapper, whose forward raises errors that name the ranks that did not take part."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 from weakref import WeakSet
@@ -7,7 +8,9 @@ from weakref import WeakSet
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from accel_state.errors import BackendError
 from accel_state.private import untraced
+from accel_state.pytree.structure import map_leaves
 from accel_state.watchdog.decorator import active, explain
 
 
@@ -29,6 +32,46 @@ class ExplainedRoot(FullyShardedDataParallel):
             if watchdog is not None and watchdog.record.inside:  # units are recorded during their all-gather
                 explain(error)
             raise
+
+
+@final
+class OneBackward:
+    """Guard of an outermost wrapper with NO_SHARD, whose gradients torch reduces in one backward after each forward.
+
+    Those of a further backward would be this rank's alone, and replicas would drift apart without an error. With other
+    strategies the parameters are gone by then, which torch raises.
+    """
+
+    def __init__(self) -> None:
+        self._backwards = 0
+        self._reached = False
+
+    def watch(self, module: torch.nn.Module, given: Any, output: Any) -> None:
+        """Forward hook: the gradient of each output is refused after another backward than the next one."""
+        if torch.is_grad_enabled():
+            reach = partial(self._reach, self._backwards)
+            map_leaves(lambda leaf: _hooked(leaf, reach), output)
+
+    def finish(self) -> None:
+        """Called after a backward."""
+        if self._reached:
+            self._backwards, self._reached = self._backwards + 1, False
+
+    def _reach(self, before: int, gradient: torch.Tensor) -> None:
+        if before != self._backwards:
+            raise BackendError(
+                "a backward has ended since the forward that this one goes through, and fsdp_version=1 with NO_SHARD "
+                "reduces gradients over ranks in one backward after each forward. Add the losses of one forward up and "
+                "call backward once in place of backward(retain_graph=True); call backward before the next forward; or "
+                "use strategy='ddp', which reduces in each"
+            )
+        self._reached = True
+
+
+def _hooked(leaf: Any, hook: Callable[[torch.Tensor], None]) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        leaf.register_hook(hook)
+    return leaf
 
 
 #: Units of wrapped models, which their hooks lead to.
