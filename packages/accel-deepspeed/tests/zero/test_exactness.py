@@ -218,6 +218,23 @@ def test_full_weights_for_one_rank_only_are_refused_where_ranks_have_parts(stage
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_a_norm_has_settled_are_scaled_without_another_backward(
+    rank: int, world_size: int, stage: int
+) -> None:
+    with beside(stage) as pair:
+        gradients, parameters = pair.backend.gradients, list(pair.engine.parameters())
+        norms = []
+        for factor in (1.0, 0.5):
+            pair.backend.backward(loss_of(pair.engine, rank, 0, USE))
+            gradients.norm_so_far(parameters, [pair.engine], 2.0)
+            gradients.scale([pair.engine], factor)
+            norms.append(float(gradients.clip_norm(parameters, 1e9, 2.0, error_if_nonfinite=False)))
+            gradients.drop(pair.engine)
+        assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_by_hand_is_refused_and_training_goes_on(rank: int, world_size: int, stage: int) -> None:
     with beside(stage) as pair:
         with pytest.raises(BackendError, match=r"by hand.*accelerator\.backward"):

@@ -153,7 +153,11 @@ class Gradients(ABC):
 
     def scale(self, factor: Factor) -> None:
         """Multiplies the accumulated gradients."""
-        self._open()
+        if self.settled:  # by a norm within the window; DeepSpeed reduces nothing again without a backward
+            self.clip_now()
+            self.shrink(torch.as_tensor(factor))
+            self.changed()
+            return
         for tensor in self.pending():
             tensor.mul_(factor.to(tensor.device, tensor.dtype) if isinstance(factor, torch.Tensor) else factor)
 
