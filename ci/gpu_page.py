@@ -7,7 +7,6 @@ Without results every cell of the GPU says "not run". Results of small sizes cou
 what does not depend on the size, and measure nothing.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -20,10 +19,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu.goals import GOALS  # noqa: E402
 from benchmarks.gpu.sections import BY_NAME as SECTIONS  # noqa: E402
 from benchmarks.gpu.table import number  # noqa: E402
+from ci.page_tables import GeneratedTables, options_of  # noqa: E402
 
-PAGE = ROOT / "docs" / "guides" / "gpu.md"
+PAGE = GeneratedTables(ROOT / "docs" / "guides" / "gpu.md", "python ci/gpu_page.py")
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- begin: python ci/gpu_page.py --update -->", "<!-- end -->"
 NOT_RUN = "not run"
 # What is promised, how it is tested on CPUs, and the sections that prove it on a GPU.
 PROOFS = (
@@ -78,13 +77,6 @@ def state_of(results: Mapping[str, Any] | None, section: str) -> str:
     return f"{status}, small sizes" if status == "ok" and results is not None and results["tiny"] else status
 
 
-def written(page: str, results: Mapping[str, Any] | None) -> str:
-    """The page with its tables made anew."""
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}"
-
-
 def keep(file: Path, folder: Path = RESULTS) -> Path:
     """Copies the results of a run on a GPU into the repository, by date and device.
 
@@ -102,20 +94,10 @@ def keep(file: Path, folder: Path = RESULTS) -> Path:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--update", action="store_true", help="write the page; otherwise it is only compared")
-    options.add_argument("--keep", type=Path, metavar="FILE", help="keep these results, and write the page")
-    args = options.parse_args()
+    args = options_of(__doc__, "FILE").parse_args()
     if args.keep:
         print(keep(args.keep))
-    page = PAGE.read_text(encoding="utf-8")
-    expected = written(page, newest())
-    if args.update or args.keep:
-        PAGE.write_text(expected, encoding="utf-8")
-    elif page != expected:
-        print("docs/guides/gpu.md is not that of the newest results; run: python ci/gpu_page.py --update")
-        return 1
-    return 0
+    return PAGE.settle(tables(newest()), write=args.update or args.keep is not None)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@
 ``ci/versions.json`` has one entry for each pair of Python and torch: the last run that was kept.
 """
 
-import argparse
 import json
 import platform
 import sys
@@ -20,9 +19,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "get-started" / "install.md"
+sys.path.insert(0, str(ROOT))
+
+from ci.page_tables import GeneratedTables, options_of  # noqa: E402
+
+PAGE = GeneratedTables(ROOT / "docs" / "get-started" / "install.md", "python ci/versions.py")
 RUNS = ROOT / "ci" / "versions.json"
-BEGIN, END = "<!-- begin: python ci/versions.py --update -->", "<!-- end -->"
 OUTCOMES = ("passed", "skipped", "failed")
 
 Run = Mapping[str, Any]
@@ -83,16 +85,8 @@ def table(runs: Iterable[Run]) -> str:
     return "\n".join(rows)
 
 
-def written(page: str, runs: Iterable[Run]) -> str:
-    """The page with its table made anew."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{table(runs)}\n\n{END}{rest.split(END)[1]}"
-
-
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--update", action="store_true", help="write the page")
-    options.add_argument("--keep", type=Path, metavar="REPORT", help="keep these results, and write the page")
+    options = options_of(__doc__, "REPORT")
     options.add_argument("--sample", type=int, metavar="N", help="the value of --sample that the tests were run with")
     options.add_argument("--note", default="", help="what a reader has to know of the failures")
     given = options.parse_args()
@@ -102,14 +96,8 @@ def main() -> int:
         options.error("--note is about a run; give --keep and --sample, too")
     if given.keep is not None:
         keep(given.keep, given.sample, note=given.note)
-    page = PAGE.read_text(encoding="utf-8")
-    expected = written(page, json.loads(RUNS.read_text(encoding="utf-8")))
-    if given.update or given.keep is not None:
-        PAGE.write_text(expected, encoding="utf-8")
-    elif page != expected:
-        print("docs/get-started/install.md does not have the runs that were kept; run: python ci/versions.py --update")
-        return 1
-    return 0
+    tables = table(json.loads(RUNS.read_text(encoding="utf-8")))
+    return PAGE.settle(tables, write=given.update or given.keep is not None)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,24 @@ def test_a_forward_has_one_backward_before_the_next_one(rank: int, strategy: str
 
 
 @pytest.mark.ranks(2)
+def test_a_model_that_the_user_has_wrapped_is_watched_too(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    backend = open_backend()
+    own = FullyShardedDataParallel(
+        make_model("transformer"),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    model = backend.prepare(Bundle([own])).models[0]
+    loss = loss_of(model, tokens(rank))
+    backend.backward(loss, retain_graph=True)
+    with pytest.raises(BackendError, match="reduces gradients over ranks in one backward after each forward"):
+        backend.backward(loss)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_states_load_into_another_wrapping(rank: int, strategy: str) -> None:
     backend = open_backend(sharding_strategy=strategy)

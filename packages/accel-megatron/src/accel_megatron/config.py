@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 from accel_backends.core.config import BackendConfig, Resolution, StrategyFacts
 from accel_backends.core.option_parsing import as_flag, as_number
-from accel_megatron.degrees import DEGREES, check_degrees, check_mixture, degree_of, fitted
+from accel_megatron.degrees import DEGREES, check_degrees, degree_of, fitted
 from accel_state.errors import ConfigError, PrepareError
 
 PREFIX = "MEGATRON_LM_"
@@ -312,14 +312,6 @@ class MegatronConfig(BackendConfig):
                 f"{self.pp_degree} stages; nearest: {nearest}"
             )
         return None if of_stage == layers else of_stage // layers
-
-    def check_mixture(self) -> None:
-        """Refuses degrees with which mixtures of experts are not trained.
-
-        Raises:
-            PrepareError: names the option, and the nearest that works.
-        """
-        check_mixture(self)
 
     def resolve(self, facts: StrategyFacts) -> Resolution:
         """Returns these options with the requested degrees; ranks that are left over are data-parallel.

@@ -118,7 +118,7 @@ def _check_experts(config: "MegatronConfig", parallelism: ParallelismConfig) -> 
     size, of_each = config.expert_model_parallel_size, config.expert_tensor_parallel_size
     if of_each not in (1, config.tp_degree):
         raise ConfigError(
-            f"expert_tensor_parallel_size={of_each} with tp_degree={config.tp_degree}: experts are whole, or split as "
+            f"expert_tensor_parallel_size={of_each} with tp_degree={config.tp_degree}: experts are full, or split as "
             f"other layers are; nearest: 1 or {config.tp_degree}"
         )
     if size > 1 and config.use_distributed_optimizer:

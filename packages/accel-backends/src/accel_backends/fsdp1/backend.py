@@ -160,14 +160,14 @@ class FSDP1Backend(ModuleBackend):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wraps the model in ``FullyShardedDataParallel``; a model that the user has wrapped is left as it is."""
-        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+        from torch.distributed.fsdp import FullyShardedDataParallel
 
-        from accel_backends.fsdp1.root import ExplainedRoot, OneBackward, reshard_after_evaluation
+        from accel_backends.fsdp1.root import ExplainedRoot, is_sharded
 
         if (wrapped := find_fsdp1(model)) is not None:
             if wrapped._device_mesh is None:
                 _log.warning("%s was %s", type(innermost(model)).__name__, MESHLESS)
-            self._wrapped.update(FullyShardedDataParallel.fsdp_modules(wrapped))
+            self._watch(wrapped)
             self._name_states(wrapped)
             return model
         upcast_parameters(model, self.policy, frozen=True)  # the parameters of a flat parameter have one dtype
@@ -198,20 +198,14 @@ class FSDP1Backend(ModuleBackend):
             for parameter in wrapped.parameters():
                 if hasattr(parameter, "grad_dtype"):
                     parameter.grad_dtype = None
-            guard = self._guards[wrapped] = OneBackward()
-            wrapped.register_forward_hook(untraced(partial(guard.watch)))
         self._name_states(wrapped)
         self._convert_outputs(wrapped)
-        within = WeakSet(FullyShardedDataParallel.fsdp_modules(wrapped))
-        wrapped.register_forward_hook(untraced(partial(reshard_after_evaluation, units=within)))
-        self._wrapped |= within
+        self._watch(wrapped)
         names = {id(place.module): place.prefix.removesuffix(".") for place in places(wrapped)}
         watched = {
             names[id(innermost(unit))]: (unit, unit.module) for unit in FullyShardedDataParallel.fsdp_modules(wrapped)
         }
-        refuse_full_tensors(
-            wrapped, root, units.ignored, sharded=wrapped.sharding_strategy is not ShardingStrategy.NO_SHARD
-        )
+        refuse_full_tensors(wrapped, root, units.ignored, sharded=is_sharded(wrapped))
         self._outside[root] = refuse_outside(outside_units(wrapped), type(root).__name__, version=1)
         refuse_copies([root, *FullyShardedDataParallel.fsdp_modules(wrapped)], type(root).__name__, self.name)
         watch_units(wrapped, type(root).__name__, watched, self.session.group, replicas=self.layout.degrees[0])
@@ -264,6 +258,17 @@ class FSDP1Backend(ModuleBackend):
         return super().step(optimizer, closure)
 
     # Helpers of the above
+
+    def _watch(self, wrapped: "FullyShardedDataParallel") -> None:
+        """Adds the hooks that reshard a model after evaluations, and refuse backwards that torch would not reduce."""
+        from accel_backends.fsdp1.root import OneBackward, Wrapped, is_sharded, reshard_after_evaluation
+
+        units = Wrapped(type(wrapped).fsdp_modules(wrapped))
+        wrapped.register_forward_hook(untraced(partial(reshard_after_evaluation, units=units)))
+        self._wrapped |= units
+        if not is_sharded(wrapped):
+            guard = self._guards[wrapped] = OneBackward()
+            wrapped.register_forward_hook(untraced(partial(guard.watch)))  # dynamo marks no bound method
 
     def _units(self, model: nn.Module) -> Units:
         return units_of(model, self.policy, self._options)

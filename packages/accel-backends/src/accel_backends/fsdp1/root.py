@@ -6,7 +6,7 @@ from typing import Any, final
 from weakref import WeakSet
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from accel_state.errors import BackendError
 from accel_state.private import untraced
@@ -72,6 +72,11 @@ def _hooked(leaf: Any, hook: Callable[[torch.Tensor], None]) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
         leaf.register_hook(hook)
     return leaf
+
+
+def is_sharded(wrapped: FullyShardedDataParallel) -> bool:
+    """Whether each rank has a shard of the parameters."""
+    return wrapped.sharding_strategy is not ShardingStrategy.NO_SHARD
 
 
 #: Units of wrapped models, which their hooks lead to.

@@ -28,6 +28,12 @@ from accel_state.errors import BackendError
 Factor = float | torch.Tensor
 
 
+def multiply(tensors: Iterable[torch.Tensor], factor: Factor) -> None:
+    """Multiplies tensors in place, on whichever device and in whichever dtype each is."""
+    for tensor in tensors:
+        tensor.mul_(factor.to(tensor.device, tensor.dtype) if isinstance(factor, torch.Tensor) else factor)
+
+
 class Gradients(ABC):
     """Gradients that one engine has accumulated since its last step.
 
@@ -155,11 +161,10 @@ class Gradients(ABC):
         """Multiplies the accumulated gradients."""
         if self.settled:  # by a norm within the window; DeepSpeed reduces nothing again without a backward
             self.clip_now()
-            self.shrink(torch.as_tensor(factor))
+            self.shrink(factor)
             self.changed()
             return
-        for tensor in self.pending():
-            tensor.mul_(factor.to(tensor.device, tensor.dtype) if isinstance(factor, torch.Tensor) else factor)
+        multiply(self.pending(), factor)
 
     def norm(self) -> torch.Tensor:
         """Returns the norm over all ranks, without the loss scale; inf if it is not finite.
@@ -184,10 +189,9 @@ class Gradients(ABC):
         self._unclip()
         self.changed()
 
-    def shrink(self, factor: torch.Tensor) -> None:
+    def shrink(self, factor: Factor) -> None:
         """Multiplies the settled gradients."""
-        for tensor in self.in_place():
-            tensor.mul_(factor.to(tensor.device, tensor.dtype))
+        multiply(self.in_place(), factor)
 
     def changed(self) -> None:
         """Records that settled gradients were written to, and measures them again."""

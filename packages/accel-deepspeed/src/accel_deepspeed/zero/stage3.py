@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_deepspeed.zero.gather_order import Gathers
-from accel_deepspeed.zero.gradients import Gradients
+from accel_deepspeed.zero.gradients import Factor, Gradients, multiply
 from accel_deepspeed.zero.partitions import Partitions
 from accel_deepspeed.zero.reduction_order import ReductionOrder
 
@@ -55,12 +55,11 @@ class ShardedGradients(Gradients):
         for parameter, part in self.on_host() if here else ():
             here[id(parameter)].narrow(0, 0, part.numel()).copy_(part)
 
-    def shrink(self, factor: torch.Tensor) -> None:
+    def shrink(self, factor: Factor) -> None:
         """With offloading also multiplies the buffer, from which gradients on disk are copied again."""
         super().shrink(factor)
         if self.offload:
-            buffer = self.optimizer.grad_partitions_flat_buffer
-            buffer.mul_(factor.to(buffer.device, buffer.dtype))
+            multiply([self.optimizer.grad_partitions_flat_buffer], factor)
 
     def remove(self) -> None:
         super().remove()

@@ -53,7 +53,7 @@ class ShardedCalls:
         if not self._model.post_process:
             return output
         ids = given["decoder_input_ids"] if "decoder_input_ids" in given else given["input_ids"]
-        if isinstance(output, tuple):  # with the classes of whole sequences, which are computed from the first token
+        if isinstance(output, tuple):  # with the classes of full sequences, which are computed from the first token
             tokens, classes = output
             return self._joined(tokens, ids.shape[1]), None if classes is None else self._of_first(classes)
         return self._joined(output, ids.shape[1])
