@@ -47,7 +47,7 @@ class OneBackward:
         self._reached = False
 
     def watch(self, module: torch.nn.Module, given: Any, output: Any) -> None:
-        """Forward hook: the gradient of each output is refused after another backward than the next one."""
+        """Forward hook: a backward through the output is refused once another backward has ended."""
         if torch.is_grad_enabled():
             reach = partial(self._reach, self._backwards)
             map_leaves(lambda leaf: _hooked(leaf, reach), output)

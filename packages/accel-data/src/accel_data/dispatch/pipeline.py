@@ -90,10 +90,10 @@ class DispatchPipeline:
 
 
 class DispatchThread(ABC):
-    """End of a pass on one rank: a daemon thread, and the queue between it and the loop.
+    """One rank's side of a pass: a daemon thread, and the queue between it and the loop.
 
-    It ends before the interpreter does, if the other ranks let it within ``_GOODBYE`` seconds: one that returned from a
-    send or receive during finalization would abort the process.
+    The thread ends before the interpreter does, if the other ranks end the pass within ``_GOODBYE`` seconds. A thread
+    that returned from a send or receive during finalization would abort the process.
     """
 
     def __init__(self, name: str) -> None:

@@ -33,7 +33,7 @@ def pinned_bytes(count: int) -> "torch.Tensor":
 
 
 def pin_in_place(tensor: "torch.Tensor") -> "Callable[[], object] | None":
-    """Pins the memory of a CPU tensor where it is, without the power of two to which torch rounds pinned memory up.
+    """Pins the memory that a CPU tensor has. Pinned memory that torch allocates is rounded up to a power of two.
 
     Takes about 0.07 s for a gigabyte, as allocating pinned memory does. The memory is unpinned when the returned
     function is called, and otherwise before it is freed. Returns None without CUDA or ROCm, and, with a warning, if

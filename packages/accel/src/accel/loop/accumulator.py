@@ -105,7 +105,8 @@ class StepClock:
         complete: weak reference to the function that reduces and divides gradients that are ``window.unreduced``.
         postponed: calls of ``zero_grad`` in the last micro-batch of a window, before its backward: optimizers and their
             ``set_to_none``. Without a backward or a step until the micro-batch ends, they drop the window.
-        era: another object after each load and reset, when no gradients of a step before it are left.
+        era: an object for the time since the last load or reset. An optimizer that has stepped in an earlier one has no
+            gradients of that step left to clear.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
             of a stream); nearly always 1.0.
     """
