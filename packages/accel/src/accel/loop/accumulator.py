@@ -195,7 +195,8 @@ class StepClock:
         if window.weight is not None or window.denominator is not None or window.seen:
             window.close()
         window.stepped = True
-        window.done.add(id(optimizer))
+        if window.several:
+            window.done.add(id(optimizer))
 
     def cleared(self, optimizer: object) -> None:
         """Called when the gradients of an optimizer were cleared, so that losses without a step are dropped."""

@@ -22,7 +22,7 @@ class AccumulationWindow:
         reached: positions of models without a window of their own that losses of this window have reached.
         unreduced: no backward has reduced the gradients of its last micro-batches yet.
         several: gradients of its last backward were added to those of micro-batches before.
-        done: ids of the optimizers that have stepped in it.
+        done: ids of the optimizers that have stepped with the gradients of ``several``.
         dropped: name of an optimizer that has not, and whose gradients were cleared after the last backward.
     """
 
