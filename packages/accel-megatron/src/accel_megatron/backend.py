@@ -16,7 +16,6 @@ from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.architecture import Architecture
 from accel_megatron.conversion.kinds import architecture_of
 from accel_megatron.conversion.rules import stack_name
-from accel_megatron.degrees import check_mixture
 from accel_megatron.library import close_groups, divide_stages, open_groups, require_library, seed_tensor_parallel
 from accel_megatron.training.engine import MegatronEngine
 from accel_megatron.training.gathering import local_tensors, place
@@ -83,7 +82,7 @@ class MegatronBackend(ModuleBackend):
                 options.expert_tensor_parallel_size,
             )
             if architecture.num_experts:
-                check_mixture(options)
+                options.check_mixture()
             options.chunks(architecture.num_layers)
             _check_dtype(model, halves=self.policy.autocast)
             if _in_fp64(model):

@@ -313,6 +313,26 @@ class MegatronConfig(BackendConfig):
             )
         return None if of_stage == layers else of_stage // layers
 
+    def check_mixture(self) -> None:
+        """Refuses degrees with which megatron-core does not train mixtures of experts, or not rightly.
+
+        Raises:
+            PrepareError: names the option, and the nearest that works.
+        """
+        tensor, of_each = self.tp_degree, self.expert_tensor_parallel_size
+        if tensor > 1 and not self.sequence_parallelism:
+            raise PrepareError(
+                f"a mixture of experts with tp_degree={tensor}: megatron-core trains these with sequence parallelism "
+                "only; nearest: sequence_parallelism=True"
+            )
+        if self.expert_model_parallel_size == 1 and of_each != tensor:
+            raise PrepareError(
+                f"expert_tensor_parallel_size={of_each} with tp_degree={tensor} and expert_model_parallel_size=1: each "
+                "tensor-parallel rank has all experts and its own tokens, and megatron-core 0.16.1 does not add up the "
+                f"gradients of these; nearest: expert_tensor_parallel_size={tensor}, or "
+                f"expert_model_parallel_size={tensor}"
+            )
+
     def resolve(self, facts: StrategyFacts) -> Resolution:
         """Returns these options with the requested degrees; ranks that are left over are data-parallel.
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel_backends.core.config import StrategyFacts
-from accel_state.errors import ConfigError, PrepareError
+from accel_state.errors import ConfigError
 from accel_state.parallelism.config import ParallelismConfig
 
 if TYPE_CHECKING:
@@ -71,26 +71,6 @@ def check_degrees(config: "MegatronConfig", parallelism: ParallelismConfig) -> N
     _check_experts(config, parallelism)
     if config.context_parallel_size > 1:
         _check_context(config, parallelism)
-
-
-def check_mixture(config: "MegatronConfig") -> None:
-    """Refuses degrees with which megatron-core does not train mixtures of experts, or not rightly.
-
-    Raises:
-        PrepareError: names the option, and the nearest that works.
-    """
-    tensor, of_each = config.tp_degree, config.expert_tensor_parallel_size
-    if tensor > 1 and not config.sequence_parallelism:
-        raise PrepareError(
-            f"a mixture of experts with tp_degree={tensor}: megatron-core trains these with sequence parallelism only; "
-            "nearest: sequence_parallelism=True"
-        )
-    if config.expert_model_parallel_size == 1 and of_each != tensor:
-        raise PrepareError(
-            f"expert_tensor_parallel_size={of_each} with tp_degree={tensor} and expert_model_parallel_size=1: each "
-            "tensor-parallel rank has all experts and its own tokens, and megatron-core 0.16.1 does not add up the "
-            f"gradients of these; nearest: expert_tensor_parallel_size={tensor}, or expert_model_parallel_size={tensor}"
-        )
 
 
 def _check_interleaving(config: "MegatronConfig") -> None:
