@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.dispatch.load import load_checkpoint_and_dispatch
 from accel_inference.dispatch.offload import cpu_offload, cpu_offload_with_hook, disk_offload
+from accel_inference.hooks.hook import remove_hook_from_submodules
 from accel_inference.hooks.layerwise_casting import attach_layerwise_casting_hooks
 from accel_inference.hooks.offloaded_state import get_state_dict_offloaded_model
 from accel_inference.module_tensors.meta_init import init_empty_weights
@@ -177,6 +178,19 @@ def test_generated_tokens_are_the_same(name, kind, tmp_path):
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(**ids, **options)
     assert torch.equal(kind(model, tmp_path).generate(**ids, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+@torch.no_grad()
+def test_tokens_are_generated_from_an_encoder_on_one_device(name):
+    """Without Accelerate, whose hooks transformers imports if a model has a device map and its encoder no hook."""
+    model = make(name)
+    ids = {"input_ids": inputs_of(name)["input_ids"]}
+    expected = model.generate(**ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    placed = dispatch_model(model, {"": "cpu"})
+    assert torch.equal(placed.generate(**ids, max_new_tokens=5, do_sample=False, pad_token_id=0), expected)
+    remove_hook_from_submodules(placed)
+    assert not hasattr(placed.get_encoder(), "_hf_hook")
 
 
 @pytest.mark.parametrize("kind", [little_memory, pytest.param(half_on_disk, marks=pytest.mark.slow), from_checkpoint])

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from accel_inference.dispatch.moves import guard_moves
-from accel_inference.hooks.align import DeviceLike
+from accel_inference.hooks.align import AlignDevicesHook, DeviceLike
 from accel_inference.hooks.attach import attach_align_device_hook_on_blocks
+from accel_inference.hooks.hook import add_hook_to_module
 from accel_inference.module_tensors.access import TiedParams, saved_tensors
 from accel_inference.module_tensors.devices import check_devices
 from accel_inference.module_tensors.ties import (
@@ -64,6 +65,7 @@ def dispatch_model(  # noqa: PLR0913  (the signature that users know)
     places = {str(device) for device in device_map.values()}
     if len(places) <= 1 and "disk" not in places and not force_hooks:
         model.to(next(iter(device_map.values())))
+        _align_encoder(model)
     else:
         main = main_device if main_device is not None else main_device_of(device_map)
         offloaded = ("disk",) if torch.device(main).type in ("cpu", "mps") else HOST_DEVICES
@@ -82,6 +84,17 @@ def dispatch_model(  # noqa: PLR0913  (the signature that users know)
             guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _align_encoder(model: nn.Module) -> None:
+    """Attaches the hook with which transformers generates from a placed encoder, and which it takes from Accelerate.
+
+    ``generate`` imports Accelerate's hooks if a model has a ``hf_device_map`` and its encoder no hook.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        encoder = model.get_encoder()  # type: ignore[operator]
+        if not hasattr(encoder, "_hf_hook"):
+            add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
 
 
 def main_device_of(device_map: DeviceMap) -> DeviceLike:
