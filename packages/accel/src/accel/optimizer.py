@@ -38,6 +38,7 @@ class PreparedOptimizer(Optimizer):
     Attributes:
         optimizer: the user's optimizer, whose parameters are those of the prepared model.
         step_was_skipped: the last due step was skipped on all ranks because gradients had overflowed.
+        keeps_zeros: ``zero_grad`` was last called with ``set_to_none=False``.
 
     Args:
         on_skip: bound method called after a skipped step. Held weakly, so it does not keep its owner alive.
@@ -45,12 +46,13 @@ class PreparedOptimizer(Optimizer):
 
     optimizer: Optimizer
     step_was_skipped: bool
+    keeps_zeros: bool
 
     def __init__(
         self, optimizer: Optimizer, clock: "StepClock", backend: Stepper, on_skip: Callable[[], None] | None = None
     ) -> None:
         # Does not call Optimizer.__init__, which would copy the groups and patch this class's step with profiler hooks.
-        self.__dict__.update(optimizer=optimizer, step_was_skipped=False)
+        self.__dict__.update(optimizer=optimizer, step_was_skipped=False, keeps_zeros=False)
         told = None if on_skip is None else weakref.WeakMethod(on_skip)
         self.__dict__.update(_clock=clock, _backend=backend, _on_skip=told, _stepped_in=None)
 
@@ -61,6 +63,7 @@ class PreparedOptimizer(Optimizer):
             BackendError: the Accelerator that prepared this optimizer has released it.
         """
         if not self._clock.due:
+            self._clock.uncleared.discard(self)
             return None
         if self._backend is None:
             raise BackendError("this optimizer was freed by free_memory(); prepare an optimizer again before stepping")
@@ -84,6 +87,11 @@ class PreparedOptimizer(Optimizer):
             tell()
         return losses[0] if losses else None
 
+    @property
+    def uncleared(self) -> bool:
+        """Whether it has stepped, in this run or the one that was resumed, and not cleared its gradients since."""
+        return self._stepped_in is self._clock.era or self in self._clock.uncleared
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients once for each accumulation window: after its step, or in place of it.
 
@@ -92,7 +100,8 @@ class PreparedOptimizer(Optimizer):
         followed by the backward of this micro-batch, or by the step, it drops nothing.
         """
         clock = self._clock
-        if self._stepped_in is not clock.era:
+        self.keeps_zeros = not set_to_none
+        if self._stepped_in is not clock.era and self not in clock.uncleared:
             if not clock.due:
                 return
             if clock.window.unreduced:
@@ -106,6 +115,7 @@ class PreparedOptimizer(Optimizer):
         """Clears the gradients at once, those that ranks have not reduced yet included."""
         clock = self._clock
         self._stepped_in = None
+        clock.uncleared.discard(self)
         clock.cleared(self.optimizer)
         if self._backend is None:
             self.optimizer.zero_grad(set_to_none=set_to_none)

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from accel.checkpoints.gradients import (
+    collected_gradients,
+    gradients_of_later_steps,
+    restore_gradients,
+    some_nonzero,
+    uncleared_optimizers,
+)
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
 from accel.checkpoints.requests import LoadRequest, SaveRequest
-from accel.checkpoints.restore import WINDOW_WEIGHTS, Restoration, restore_local
+from accel.checkpoints.restore import CLOCK, Restoration, restore_random_state
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription
 from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_load_hooks, run_save_hooks
 from accel.checkpoints.train_state import (
@@ -23,7 +30,7 @@ from accel.checkpoints.train_state import (
     TrainState,
     check_stateful,
 )
-from accel_backends.roles import unreduced_gradients as open_window
+from accel_backends.roles import unreduced_gradients
 from accel_backends.roles.prepared_states import ModelState, OptimizerState
 from accel_ckpt.saving.save_quorum import SaveQuorum
 from accel_ckpt.series.project import ProjectCheckpoints
@@ -76,7 +83,7 @@ class Checkpointer:
         self._config = config
         self._project = project
         self._log = log
-        self._side_states = side_states
+        self._side_states = {**side_states, "uncleared": uncleared_optimizers(prepared, clock)}
         self._places = ProjectCheckpoints(strategy.session, project)
         self._quorum = SaveQuorum.of(strategy.session)
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
@@ -147,7 +154,8 @@ class Checkpointer:
                     about.update(self._described(notes))
                     parts, unstepped = self.train_state(), self._clock.unstepped and bool(self._prepared.optimizers)
                     state.update(parts.collect())
-                    return SaveRequest(tuple(parts), asynchronous, bool(self._save_hooks), unstepped)
+                    gradients = some_nonzero(gradients_of_later_steps(self._prepared))
+                    return SaveRequest(tuple(parts), asynchronous, bool(self._save_hooks), unstepped, gradients)
 
                 request, local = self._collect(collect, alone=alone)
                 if self._strategy.session.is_main_process:
@@ -239,15 +247,12 @@ class Checkpointer:
         peers = RankGroup(None) if alone else RankGroup.of(self._places.ranks())
         request = SaveRequest.agreed(peers.run_on_all("collecting the state to save", collect))
         if request.unstepped:
-            held = open_window.collect(backend, models)
-            peers.run_on_all("looking for gradients", lambda: open_window.refuse(held))
+            held = unreduced_gradients.collect(backend, models)
+            peers.run_on_all("looking for gradients", lambda: unreduced_gradients.refuse(held))
         local: dict[str, Any] = {RNG: rng.rng_state()}
         positions = {name: part.private() for name, part in self.train_state().items() if isinstance(part, LoaderState)}
         local.update({name: own for name, own in positions.items() if own is not None})
-        if clock.open:
-            local[open_window.GRADIENTS] = open_window.collect(backend, models)
-            if weights := clock.weights():
-                local[WINDOW_WEIGHTS] = weights
+        local.update(collected_gradients(backend, self._prepared, clock, values=request.gradients))
         return request, local
 
     def _warn_of_metrics(self, notes: "SaveMetrics") -> None:
@@ -288,8 +293,10 @@ class Checkpointer:
             request = self._agreed_request(input_dir, strict, parts, allow_changed_data)
             options = request.options
             checkpoint, restoration = self._loaded(request)
-            models = self._prepared.models
-            restore_local(checkpoint, strategy.session, strategy.backend, models, self._clock, options)
+            if options.wants(RNG):
+                restore_random_state(checkpoint, strategy.backend)
+            if options.wants(CLOCK):
+                restore_gradients(checkpoint, strategy.session, strategy.backend, self._prepared, self._clock)
             if options.parts is None:
                 noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
                 for name, companion in self._side_states.items():

@@ -21,12 +21,14 @@ class SaveRequest:
         asynchronous: whether the values are written in the background.
         hooked: whether there are save hooks; once agreed, on any rank.
         unstepped: whether gradients of a full window may wait for their step; once agreed, on any rank.
+        gradients: whether gradients of a later step are not zero; once agreed, on any rank.
     """
 
     parts: tuple[str, ...]
     asynchronous: bool
     hooked: bool
     unstepped: bool
+    gradients: bool
 
     @classmethod
     def agreed(cls, requests: Sequence[Self]) -> Self:
@@ -47,8 +49,13 @@ class SaveRequest:
                     f"save_state was called on rank 0 with asynchronous={first.asynchronous} and on rank {rank} with "
                     f"asynchronous={one.asynchronous}; give the same on all processes"
                 )
-        hooked, unstepped = any(one.hooked for one in requests), any(one.unstepped for one in requests)
-        return cls(first.parts, first.asynchronous, hooked, unstepped)
+        return cls(
+            first.parts,
+            first.asynchronous,
+            hooked=any(one.hooked for one in requests),
+            unstepped=any(one.unstepped for one in requests),
+            gradients=any(one.gradients for one in requests),
+        )
 
 
 @final

@@ -10,14 +10,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
-from torch import nn
 
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, check_parts
 from accel.checkpoints.run_facts import SEED_KEY, RunDescription
 from accel.checkpoints.train_state import LoaderState, Stateful, TrainState
 from accel.loop.accumulator import StepClock
 from accel_backends.ops.dtensor import sharded_like
-from accel_backends.roles import unreduced_gradients as open_window
 from accel_backends.roles.prepared_states import ModelState, OptimizerState
 from accel_backends.roles.saved_state_check import PartReport, check_keys
 from accel_state.pytree.saved_shapes import is_packed
@@ -34,8 +32,6 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOCK = "clock"
 """Name of the part that counts micro-steps; the gradients of an open window go with it."""
-WINDOW_WEIGHTS = "window_weights"
-"""Name of this rank's weights in open windows."""
 
 
 @final
@@ -221,46 +217,7 @@ def _compare_names(checkpoint: "Checkpoint", parts: TrainState, options: LoadOpt
         parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
 
 
-def restore_local(
-    checkpoint: "Checkpoint",
-    session: "Session",
-    backend: "Backend",
-    models: Sequence[nn.Module],
-    clock: "StepClock",
-    options: LoadOptions,
-) -> None:
-    """Random state, and with the clock gradients and weights of an open window, if they are among the parts to load.
-
-    Where no window was open, gradients that this run has accumulated are dropped: they belong to no saved step.
-    """
-    if options.wants(RNG):
-        _restore_random_state(checkpoint, backend)
-    if options.wants(CLOCK) and not clock.open:
-        open_window.drop(backend, models)
-    elif options.wants(CLOCK):
-        open_window.restore(
-            backend,
-            models,
-            lambda source: checkpoint.read_local(open_window.GRADIENTS, source),
-            saved_ranks=checkpoint.world_size,
-            rank=session.rank,
-            world_size=session.world_size,
-        )
-        clock.load_weights(_weights(checkpoint, session))
-
-
-def _weights(checkpoint: "Checkpoint", session: "Session") -> dict[str, float]:
-    """Weights of this rank in open windows; on another number of ranks, as the gradients, rank 0 takes the sum."""
-    same = checkpoint.world_size == session.world_size
-    totals: dict[str, float] = {}
-    for source in [session.rank] if same else range(checkpoint.world_size):
-        found: Any = checkpoint.read_local(WINDOW_WEIGHTS, source)
-        for text, weight in (found or {}).items():
-            totals[text] = totals.get(text, 0.0) + weight
-    return totals if same or session.rank == 0 else dict.fromkeys(totals, 0.0)
-
-
-def _restore_random_state(checkpoint: "Checkpoint", backend: "Backend") -> None:
+def restore_random_state(checkpoint: "Checkpoint", backend: "Backend") -> None:
     """This rank's, or that of the first rank which drops out of the same; where none was saved, one derived from the
     run's seed.
     """

@@ -107,6 +107,8 @@ class StepClock:
             ``set_to_none``. Without a backward or a step until the micro-batch ends, they drop the window.
         era: an object for the time since the last load or reset. An optimizer that has stepped in an earlier one has no
             gradients of that step left to clear.
+        uncleared: optimizers that had stepped and not cleared their gradients when the loaded checkpoint was saved.
+            The next ``zero_grad`` of each clears, unless its ``step`` is called before.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
             of a stream); nearly always 1.0.
     """
@@ -125,6 +127,7 @@ class StepClock:
         "postponed",
         "share",
         "unclaimed",
+        "uncleared",
         "unstepped",
         "window",
     )
@@ -140,6 +143,7 @@ class StepClock:
         self.complete: Callable[[], Callable[[], None] | None] | None = None
         self.postponed: dict[Clearing, bool] = {}
         self.era = object()
+        self.uncleared: set[Clearing] = set()
         self._windows: dict[Key, AccumulationWindow] = {}
         self.key: Key = ()
         self.num_models = 0
@@ -328,6 +332,7 @@ class StepClock:
         self.unstepped = False
         self.postponed.clear()
         self.era = object()
+        self.uncleared = set()
         self.share = 1.0 / self.plugin.num_steps
         self.correction = 1.0
 
@@ -378,7 +383,7 @@ class StepClock:
 
     def undo(self) -> Callable[[], None]:
         """Returns a function that undoes every load from now on, for a load that another object refuses."""
-        names = ("due", "share", "correction", "key", "window", "unstepped", "era")
+        names = ("due", "share", "correction", "key", "window", "unstepped", "era", "uncleared")
         before = {name: getattr(self, name) for name in names}
         windows, claimed = dict(self._windows), set(self.claimed)
 
