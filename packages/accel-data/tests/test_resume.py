@@ -1,5 +1,6 @@
 """A saved position resumes at the next undelivered sample, whatever the ranks, workers and batches were."""
 
+import copy
 import json
 import random
 import time
@@ -739,6 +740,38 @@ def test_indices_given_to_a_sampler_between_epochs_are_followed():
         sampler.indices = chosen
         assert set(chain.from_iterable(loader)) == set(chosen)
     assert len(loader) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampler", "values"),
+    [
+        (lambda indices: SubsetRandomSampler(indices), torch.arange(12)),
+        (lambda indices: SubsetRandomSampler(indices), np.arange(12)),
+        (lambda indices: SubsetRandomSampler(indices), list(range(12))),
+        (lambda weights: WeightedRandomSampler(weights, 12), torch.ones(24, dtype=torch.float64)),
+        (lambda weights: WeightedRandomSampler(weights, 12), np.ones(24)),
+    ],
+    ids=["tensor", "array", "list", "weights", "array of weights"],
+)
+@pytest.mark.parametrize("nests", [False, True])
+def test_what_a_sampler_is_made_of_is_changed_in_place_for_the_next_epoch_only(sampler, values, nests):
+    values, changed = copy.deepcopy(values), [12, *range(1, 12)] if len(values) == 12 else [0.0] * 23 + [1.0]
+    expected, loader = list(loader_of(sampler=sampler(copy.deepcopy(values)))), loader_of(sampler=sampler(values))
+    passing = iter(loader)
+    read = [next(passing)]
+    for number, value in enumerate(changed):
+        values[number] = value
+    if nests:
+        assert list(loader) == expected
+    read.append(next(passing))
+    state = loader.state_dict()
+    assert read + list(passing) == expected
+    with pytest.raises(DataStateError, match="of another order"):
+        loader_of(sampler=sampler(values)).load_state_dict(state)
+    following, later = loader_of(sampler=sampler(values)), list(loader)
+    following.set_epoch(1)
+    assert later == list(following)
+    assert len(values) == 24 or 12 in chain.from_iterable(later)
 
 
 def test_another_order_is_refused_inside_an_epoch_only():

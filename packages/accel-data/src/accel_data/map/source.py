@@ -189,7 +189,8 @@ class MapSource(Source):
 
     def begin(self, cursor: Cursor) -> MapPass:
         """Sets the index stream from ``cursor`` as the sampler and iterates over the DataLoader."""
-        self._follow_sampler(inside=cursor.samples > 0)
+        nests = cursor.epoch == self._sampler_epoch and self._last_pass is not None and not self._last_pass.is_over
+        self._follow_sampler(inside=nests or cursor.samples > 0)
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         replayed = self._enter_epoch(cursor.epoch)

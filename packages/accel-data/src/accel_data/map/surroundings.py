@@ -8,6 +8,7 @@ import torch
 from accel_data.map.dataloader_parts import DataLoaderParts
 from accel_data.order.counter_rng import derive_key
 from accel_data.order.cursor import as_integer
+from accel_data.order.orders import owned
 from accel_state.errors import DataError
 
 _BASIS = ("weights", "indices", "num_samples", "replacement", "shuffle", "order")
@@ -18,25 +19,27 @@ class Basis:
     """Attributes from which a sampler's order was computed, to detect that the user has changed the sampler."""
 
     def __init__(self, sampler: Any) -> None:
-        values = [(name, getattr(sampler, name, None)) for name in _BASIS]
-        self._values = [(name, value, _version_of(value)) for name, value in values]
+        self._values = [(name, _content(getattr(sampler, name, None))) for name in _BASIS]
 
     def differs(self, sampler: Any) -> bool:
-        """Whether an attribute was assigned, or a tensor changed in place; changes inside lists are not detected."""
-        for name, value, version in self._values:
+        """Whether an attribute was assigned another value, or a tensor, array or list was changed in place."""
+        for name, before in self._values:
             now = getattr(sampler, name, None)
-            if now is None and value is None:  # as most of them are, and a resumed run waits for this
-                continue
-            same = value is now or (isinstance(value, int) and value == now)
-            if not same or version != _version_of(now):
+            if isinstance(before, torch.Tensor):
+                now = _content(now)
+                same = isinstance(now, torch.Tensor) and torch.equal(before, now)
+            else:
+                same = before is now or (isinstance(before, int) and before == now)
+            if not same:
                 return True
         return False
 
 
-def _version_of(value: Any) -> int:
-    """Returns the number of changes of a tensor in place; 0 for other values."""
-    counts = isinstance(value, torch.Tensor) and not value.is_inference()
-    return value._version if counts else 0
+def _content(value: Any) -> Any:
+    """Returns a copy of a tensor, array or list of numbers; another value itself."""
+    if not isinstance(value, torch.Tensor | list | tuple) and not hasattr(value, "__array__"):
+        return value
+    return owned(value, torch.float64)
 
 
 def _chain_of(parts: DataLoaderParts) -> list[Any]:

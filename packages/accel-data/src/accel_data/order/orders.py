@@ -205,7 +205,7 @@ class Subset:
     """Another order over a list of dataset indices: position -> ``indices[order[position]]``."""
 
     def __init__(self, indices: Sequence[int] | torch.Tensor, order: Order) -> None:
-        self._indices = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
+        self._indices = owned(indices, torch.int64)
         self._order = order
 
     def __len__(self) -> int:
@@ -226,6 +226,11 @@ class _Looked:
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         return self._table[self._inner.take(positions)]
+
+
+def owned(values: Sequence[float] | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a copy on the CPU, so that an order stays the same if the user changes its tensor or array in place."""
+    return torch.as_tensor(values, dtype=dtype, device="cpu").clone()
 
 
 def checksum(values: torch.Tensor) -> str:

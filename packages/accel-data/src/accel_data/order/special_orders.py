@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 
 from accel_data.order.counter_rng import derive_key, random_unit, sorted_permutation
-from accel_data.order.orders import Epoch, Indices, SameIndices, TableIndices, checksum, permutation
+from accel_data.order.orders import Epoch, Indices, SameIndices, TableIndices, checksum, owned, permutation
 from accel_state.errors import DataError
 
 
@@ -53,7 +53,7 @@ class Weighted:
     """
 
     def __init__(self, weights: Sequence[float] | torch.Tensor, *, num_samples: int, replacement: bool = True) -> None:
-        self._weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+        self._weights = owned(weights, torch.float64)
         self._size, self._replacement = num_samples, replacement
         if not bool((torch.isfinite(self._weights) & (self._weights >= 0)).all()):
             raise DataError("weights must be finite and at least 0")
@@ -107,7 +107,7 @@ class LengthGrouped:
     def __init__(self, lengths: Sequence[int] | torch.Tensor, *, group_size: int, pool: int = 50) -> None:
         if group_size < 1 or pool < 1:
             raise DataError(f"group_size is {group_size} and pool is {pool}; both must be at least 1")
-        self._lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+        self._lengths = owned(lengths, torch.int64)
         self._group, self._pool = group_size, pool
 
     def __len__(self) -> int:
