@@ -581,6 +581,40 @@ class Remembering(Walked):
         self.state.set_state(torch.tensor(state["words"], dtype=torch.uint8))
 
 
+class Live(Remembering):
+    """Its state is an object that it changes as it is read, and takes over when it is loaded."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.state = {"passes": 0}
+
+    def __iter__(self):
+        self.state["passes"] += 1
+        return iter(torch.randperm(self.size, generator=torch.Generator().manual_seed(self.state["passes"])).tolist())
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("stop", [0, 2])
+def test_a_sampler_may_change_the_state_that_it_has_returned_or_loaded(stop):
+    loader = loader_of(sampler=Live(24))
+    list(loader)
+    passing = iter(loader)
+    for _ in range(stop):
+        next(passing)
+    state = loader.state_dict()
+    rest, following = list(passing), list(loader)
+    for _ in range(2):
+        resumed = loader_of(sampler=Live(24))
+        resumed.load_state_dict(state)
+        assert list(resumed) == rest
+        assert list(resumed) == following
+
+
 @pytest.mark.parametrize("passes", [0, 1])
 @pytest.mark.parametrize("stop", [0, 2])
 def test_a_sampler_with_a_state_of_its_own_is_resumed(passes, stop):

@@ -298,7 +298,7 @@ class MapSource(Source):
     @property
     def keeps_state(self) -> bool:
         """Whether the user's samplers have a state."""
-        return bool(self._surroundings.states())
+        return self._surroundings.keeps_state
 
     @property
     def ends_together(self) -> bool:

@@ -1,5 +1,6 @@
 """The user's samplers and dataset behind a map-style loader: the epochs set on them, their states, their changes."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -107,14 +108,19 @@ class Surroundings:
     def _epoch_of(self, number: int) -> int | None:
         return as_integer(getattr(self._listeners[number], "epoch", None))
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a sampler has a state."""
+        return bool(self._stateful)
+
     def states(self) -> list[Any]:
-        """Returns the states of the stateful samplers, outermost first."""
-        return [sampler.state_dict() for sampler in self._stateful]
+        """Returns copies of the states of the stateful samplers, outermost first."""
+        return [copy.deepcopy(sampler.state_dict()) for sampler in self._stateful]
 
     def load(self, states: Sequence[Any]) -> None:
-        """Restores the states of the stateful samplers."""
+        """Restores the states of the stateful samplers, which may go on to change what they are given."""
         for sampler, state in zip(self._stateful, states, strict=False):
-            sampler.load_state_dict(state)
+            sampler.load_state_dict(copy.deepcopy(state))
 
 
 def fingerprint_of(dataset: Any) -> str | None:
