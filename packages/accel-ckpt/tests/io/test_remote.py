@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from accel_ckpt import AsyncSaver, CheckpointDirectory, keep_last, open_checkpoi
 from accel_ckpt.format.blocks import BLOCK
 from accel_ckpt.io import remote
 from accel_ckpt.io.storage import Url, locate
+from accel_ckpt.rank_group import RankGroup
+from accel_ckpt.saving.plan import make_draft
+from accel_ckpt.saving.transaction import SaveTransaction
 from accel_ckpt.tools.inspection import compare_checkpoints, describe, list_checkpoints, verify
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 from accel_testing import RankPool
@@ -122,6 +126,56 @@ def test_overwriting_leaves_only_the_new(folder: str) -> None:
     with pytest.raises(CheckpointError, match="a checkpoint is there already"):
         accel_ckpt.save(f"{folder}/one", state(3), overwrite=False)
     assert open_checkpoint(f"{folder}/one").read("n") == 2
+
+
+def test_overwriting_a_copied_checkpoint_keeps_the_files_of_users(tmp_path: Path) -> None:
+    place = f"memory://runs/{next(_NUMBERS)}"
+    fs, path = fsspec.core.url_to_fs(place)
+    fs.put(f"{accel_ckpt.save(tmp_path / 'one', state(1)).path}/", path, recursive=True)
+    fs.pipe_file(f"{path}/notes.txt", b"mine")
+    accel_ckpt.save(place, state(2))
+    assert open_checkpoint(place).read("n") == 2
+    assert fs.cat_file(f"{path}/notes.txt") == b"mine"
+    assert len(files_in(place)) == 4
+
+
+@pytest.mark.parametrize("name", ["lr=[1]", "a*", "b?"])
+@pytest.mark.sampled(1)
+def test_a_name_that_looks_like_a_pattern_is_a_name(folder: str, name: str) -> None:
+    """Pruning and overwriting touch no folder that the name would match as a pattern of a shell."""
+    other = CheckpointDirectory(f"{folder}/{name.replace('[1]', '1').replace('*', 'b').replace('?', 'c')}")
+    series = CheckpointDirectory(f"{folder}/{name}", retention=keep_last(1))
+    for number in range(2):
+        other.save(state(number))
+        series.save(state(number))
+    accel_ckpt.save(series.path / "checkpoint_1", state(2))
+    assert [verify(entry.path) for entry in other.entries()] == [None, None]
+    assert [entry.number for entry in series.entries()] == [1]
+    assert len(files_in(f"{folder}/{name}")) == 3
+
+
+def test_a_commit_counts_although_leftovers_cannot_be_removed(caplog: pytest.LogCaptureFixture) -> None:
+    place = f"memory://kept/{next(_NUMBERS)}"
+    accel_ckpt.save(place, state(1))
+    with injected("raise(EPERM) at fsspec.implementations.memory:MemoryFileSystem.rm"):
+        accel_ckpt.save(place, state(2))
+    assert "stays behind" in caplog.text
+    assert open_checkpoint(place).read("n") == 2
+
+
+def test_an_error_after_the_commit_removes_nothing_of_the_checkpoint(folder: str) -> None:
+    """As when another rank is lost then."""
+    target, alone = Url(f"{folder}/one"), RankGroup(None)
+    transaction = SaveTransaction.begin(alone, target, partial(make_draft, state(1), None, None, alone))
+
+    def lose(stage: str) -> None:
+        if stage == "committed":
+            raise CheckpointError("a rank is gone")
+
+    transaction.on_stage = lose
+    with pytest.raises(CheckpointError, match="a rank is gone"):
+        transaction.finish(alone, transaction.part.pieces)
+    assert open_checkpoint(target).read("n") == 1
 
 
 @pytest.mark.parametrize("file", ["tensors-00000.safetensors", "tree.json", "manifest.json"])

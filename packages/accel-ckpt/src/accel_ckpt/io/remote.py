@@ -6,8 +6,10 @@ overwrite, and objects that no manifest refers to are leftovers. Requests with a
 """
 
 import logging
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -24,6 +26,8 @@ T = TypeVar("T")
 DAY = 86400.0
 ATTEMPTS, FIRST_WAIT, LONGEST_WAIT = 6, 0.2, 20.0
 """Number of attempts per request, first and longest wait between them (seconds, doubled, with random jitter)."""
+# Names with one of these characters are patterns to fsspec's ``rm``, although to no other operation.
+_PATTERN = re.compile(r"[*?[]")
 # Errors that a retry does not change.
 _FINAL = (
     FileNotFoundError,
@@ -140,13 +144,15 @@ class RemoteStorage(Storage):
 
     def remove(self, place: Location) -> None:
         """Removes a file, or a folder with all its contents, if it exists."""
+        path = self._path(place)
 
         def ask() -> None:
             self._files.invalidate_cache()
-            try:
-                self._files.rm(self._path(place), recursive=True)
-            except FileNotFoundError:
-                return
+            with suppress(FileNotFoundError):
+                if _PATTERN.search(path) is None:
+                    self._files.rm(path, recursive=True)
+                else:
+                    self._remove_one_by_one(path)
 
         self._patiently(f"removing {place}", ask)
 
@@ -189,6 +195,14 @@ class RemoteStorage(Storage):
             return ""
         except CheckpointError:
             return None
+
+    def _remove_one_by_one(self, path: str) -> None:
+        for name, entry in reversed(self._files.find(path, withdirs=True, detail=True).items()):
+            with suppress(FileNotFoundError):  # in an object store a folder is gone with its last file
+                if entry.get("type") == "directory":
+                    self._files.rmdir(name)
+                else:
+                    self._files.rm_file(name)
 
     def _now(self, folder: Location) -> Any:
         probe = folder / f".clock-{secrets.token_hex(8)}"
@@ -279,19 +293,28 @@ class _RemoteStaged:
             self._storage.put(self._target / MANIFEST, self._manifest, overwrite=self._overwrite)
         except FileExistsError as error:
             raise CheckpointError(f"{self._target}: another run has committed a checkpoint there") from error
-        self._storage.remove(self.folder / BEGUN)
-        for leftover in before:
-            self._storage.remove(self._target / leftover)
+        self._clear(self.folder / BEGUN, *(self._target / leftover for leftover in before))
 
     def drop(self) -> None:
-        try:
-            self._storage.remove(self.folder)
-        except CheckpointError as error:  # the error that caused the drop is raised instead
-            _LOG.warning("%s stays behind: %s", self.folder, error)
+        """Removes the written files, unless the manifest at the target refers to them.
+
+        It may do so in spite of the error that caused the drop: another rank was lost after the commit, or the answer
+        to the request for the manifest was. A manifest that cannot be read may refer to them too.
+        """
+        if self._storage.committed(self._target) not in (self.subfolder, None):
+            self._clear(self.folder)
+
+    def _clear(self, *places: Location) -> None:
+        """Removes leftovers; one that cannot be removed stays, with a warning, because it is part of no checkpoint."""
+        for place in places:
+            try:
+                self._storage.remove(place)
+            except CheckpointError as error:
+                _LOG.warning("%s stays behind: %s", place, error)
 
 
 def _check_replaceable(storage: RemoteStorage, target: Location, *, overwrite: bool) -> list[str]:
-    """Returns the names of a checkpoint at ``target`` except its manifest, to remove once it is replaced.
+    """Returns the paths in a checkpoint at ``target`` that are its own except its manifest, to remove after the commit.
 
     Raises:
         CheckpointError: other files are there, or a checkpoint that may not be overwritten.
@@ -308,10 +331,11 @@ def _check_replaceable(storage: RemoteStorage, target: Location, *, overwrite: b
         return []
     if not overwrite:
         raise CheckpointError(f"{target}: a checkpoint is there already; give another place or overwrite=True")
-    subfolder = storage.committed(target)
-    if subfolder is None:
+    try:
+        replaced = unpack(storage.get(target / MANIFEST))
+    except (CheckpointError, FileNotFoundError):  # damaged, or removed meanwhile
         return []
-    return [subfolder] if subfolder else [name for name, size in names.items() if size is not None and name != MANIFEST]
+    return [replaced.folder] if replaced.folder else [*replaced.every_file]
 
 
 def _may_pass(error: BaseException) -> bool:
