@@ -47,6 +47,22 @@ def test_there_and_back_is_the_same_again(saved: Path, tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.parametrize("overwrite", [False, True], ids=["elsewhere", "in its place"])
+def test_files_of_hooks_and_the_kind_of_digest_stay(tmp_path: Path, overwrite: bool) -> None:
+    def fill(folder: Any) -> None:
+        Path(folder, "config").mkdir()
+        Path(folder, "config", "a.json").write_text("{}")
+
+    one, other = tmp_path / "one", tmp_path / ("one" if overwrite else "other")
+    terms = accel_ckpt.Terms(fill=fill)
+    open_checkpoint(accel_ckpt.save(one, {"w": torch.arange(50_000)}, terms=terms, digest="sha256").path)
+    made = reshard(one, other, 2, overwrite=overwrite)
+    made.verify()
+    assert (other / "config" / "a.json").read_text() == "{}"
+    assert made.manifest.digest == "sha256"
+    assert torch.equal(made.read_tensor("w"), torch.arange(50_000))
+
+
 def test_damage_is_found_and_nothing_appears(saved: Path, tmp_path: Path) -> None:
     file = saved / "tensors-00000.safetensors"
     content = bytearray(file.read_bytes())

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.format.blocks import Content, FileRecord
+from accel_ckpt.format.blocks import Content, Digest, FileRecord
 from accel_ckpt.format.manifest import MANIFEST, is_own_name, unpack
 from accel_ckpt.io.local_files import read_record, write_file
 from accel_ckpt.io.storage import Location
@@ -62,10 +62,10 @@ class Staging:
     def _path(self) -> Path:
         return Path(self.folder)
 
-    def brought(self) -> Mapping[str, FileRecord]:
+    def brought(self, digest: Digest) -> Mapping[str, FileRecord]:
         names = files_below(self._path)
         check_names(names)
-        return {name: read_record(self._path / name) for name in names}
+        return {name: read_record(self._path / name, digest) for name in names}
 
     def seal(self, manifest: bytes) -> None:
         """Writes the manifest, which completes the folder, and syncs the folder."""

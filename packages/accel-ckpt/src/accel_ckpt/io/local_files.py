@@ -67,7 +67,7 @@ def write_file(path: Path, content: Content) -> FileRecord:
     return FileRecord(written, tuple(digests))
 
 
-def read_record(path: Path, digest: Digest = "crc32") -> FileRecord:
+def read_record(path: Path, digest: Digest) -> FileRecord:
     """Returns size and digests of an existing file."""
     digests: list[str] = []
     with path.open("rb", buffering=0) as file:

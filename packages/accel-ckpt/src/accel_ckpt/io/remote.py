@@ -15,7 +15,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar, final
 
-from accel_ckpt.format.blocks import BLOCK, DIGESTS, ByteSource, Content, Digester, FileRecord, in_blocks
+from accel_ckpt.format.blocks import BLOCK, DIGESTS, ByteSource, Content, Digest, Digester, FileRecord, in_blocks
 from accel_ckpt.format.manifest import BEGUN, MANIFEST, is_subfolder, unpack
 from accel_ckpt.io.storage import Location, Storage, Url
 from accel_ckpt.io.thread_pool import default_threads
@@ -281,7 +281,7 @@ class _RemoteStaged:
         _check_replaceable(storage, target, overwrite=overwrite)
         storage.put(self.folder / BEGUN, b"")
 
-    def brought(self) -> Mapping[str, FileRecord]:
+    def brought(self, digest: Digest) -> Mapping[str, FileRecord]:
         return {}
 
     def seal(self, manifest: bytes) -> None:

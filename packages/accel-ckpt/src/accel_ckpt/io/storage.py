@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, final
 
-from accel_ckpt.format.blocks import ByteSource, Content, FileRecord
+from accel_ckpt.format.blocks import ByteSource, Content, Digest, FileRecord
 from accel_state.errors import CheckpointError
 
 _LOCAL_SCHEMES = ("file", "local")
@@ -103,7 +103,7 @@ class Staged(Protocol):
     subfolder: str
     """Subfolder of the files in the committed checkpoint; empty: the files are directly in it."""
 
-    def brought(self) -> "Mapping[str, FileRecord]":
+    def brought(self, digest: Digest) -> "Mapping[str, FileRecord]":
         """Syncs and records the files that are in ``folder``, by path; called before the ranks write theirs."""
 
     def seal(self, manifest: bytes) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_ckpt.format.blocks import BLOCK, Content, FileRecord
+from accel_ckpt.format.blocks import BLOCK, Content, Digest, FileRecord
 from accel_ckpt.format.manifest import is_own_name
 from accel_ckpt.io.storage import Location, Storage
 from accel_state.errors import CheckpointError
@@ -25,14 +25,16 @@ def check_names(names: list[str]) -> None:
         raise CheckpointError(f"a hook wrote {', '.join(taken)}, a name that the checkpoint's own files have")
 
 
-def upload(folder: Path, names: list[str], storage: Storage, target: Location) -> Mapping[str, FileRecord]:
+def upload(
+    folder: Path, names: list[str], storage: Storage, target: Location, digest: Digest
+) -> Mapping[str, FileRecord]:
     """Uploads files of a local folder to ``target``; returns their sizes and digests by name."""
     found: dict[str, FileRecord] = {}
     for name in names:
         path, place = folder / name, target
         for part in name.split("/"):
             place = place / part
-        found[name] = storage.write(place, Content(lambda path=path: _pieces(path), path.stat().st_size))  # type: ignore[misc]
+        found[name] = storage.write(place, Content(lambda path=path: _pieces(path), path.stat().st_size, digest))  # type: ignore[misc]
     return found
 
 

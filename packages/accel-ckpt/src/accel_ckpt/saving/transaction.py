@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, final
 
 from accel_ckpt._version import __version__
-from accel_ckpt.format.blocks import Content, Digest, FileRecord
+from accel_ckpt.format.blocks import DIGESTS, Content, Digest, FileRecord
 from accel_ckpt.format.manifest import Manifest, TensorEntry, pack
 from accel_ckpt.format.tree import Json, Tree
 from accel_ckpt.io.atomic_folder import files_below
@@ -65,8 +65,7 @@ def save(  # noqa: PLR0913
     """
     peers = RankGroup(None) if alone else RankGroup.of(group)
     make = partial(make_draft, state, local, metadata, peers)
-    transaction = SaveTransaction.begin(peers, locate(path), make, overwrite=overwrite, terms=terms)
-    transaction.digest = digest
+    transaction = SaveTransaction.begin(peers, locate(path), make, overwrite=overwrite, terms=terms, digest=digest)
     transaction.finish(peers, transaction.part.pieces)
     return open_saved(transaction.target)
 
@@ -119,6 +118,7 @@ class SaveTransaction:
         overwrite: bool = True,
         part: RankPart | None = None,
         terms: Terms = Terms(),  # noqa: B008 (frozen)
+        digest: Digest = "crc32",
     ) -> "SaveTransaction":
         """Plans the files of all ranks and creates the staging folder; writes no tensors yet.
 
@@ -129,7 +129,7 @@ class SaveTransaction:
         Raises:
             CheckpointError: on every rank if any rank cannot take part, or if that assumption was wrong.
         """
-        place = _Place(peers, target, overwrite)
+        place = _Place(peers, target, overwrite, digest)
         drafts: list[Draft] = []
 
         def prepare() -> "_RankFacts":
@@ -156,7 +156,7 @@ class SaveTransaction:
         folder, storage = locate(kept.folder), storage_of(target)
         threads = told[peers.rank].seat.threads([one.seat for one in told], default_threads())
         target = locate(kept.target)
-        return cls(target, storage, folder, planned, label, place.staging, threads, same, place.extra)
+        return cls(target, storage, folder, planned, label, place.staging, threads, same, place.extra, digest)
 
     def finish(
         self, peers: RankGroup, pieces: Callable[[], Iterable[memoryview]], *, threads: int | None = None
@@ -237,8 +237,8 @@ class SaveTransaction:
 class _Place:
     """Staging folder that the ranks write into, created once by the keeper of each copy."""
 
-    def __init__(self, peers: RankGroup, target: Location, overwrite: bool) -> None:
-        self._peers, self._target, self._overwrite = peers, target, overwrite
+    def __init__(self, peers: RankGroup, target: Location, overwrite: bool, digest: Digest) -> None:
+        self._peers, self._target, self._overwrite, self._digest = peers, target, overwrite, digest
         self.what = f"saving {target}"
         self.staging: Staged | None = None
         """The keeper's staging folder; None on other ranks."""
@@ -248,6 +248,8 @@ class _Place:
         """Creates the folder on a keeper and returns its path; empty on other ranks."""
         if len(self._peers.keepers) > 1 and isinstance(self._target, Url):
             raise CheckpointError(f"{self._target} is one place for all machines, so each cannot keep a copy there")
+        if self._digest not in DIGESTS:
+            raise CheckpointError(f"digest={self._digest!r}; expected one of {', '.join(map(repr, DIGESTS))}")
         if self._peers.keeps and self.staging is None:
             self.staging = storage_of(self._target).stage(self._target, overwrite=self._overwrite)
         return "" if self.staging is None else str(self.staging.folder)
@@ -261,8 +263,7 @@ class _Place:
         folder = self._peers.run_on_all(self.what, self.made)[self._peers.keeper]
         if not isinstance(self._target, Url):
             self._peers.run_on_all(_HOOKS, lambda: write(locate(folder)))
-            found = self._peers.run_on_all(self.what, lambda: {} if self.staging is None else self.staging.brought())
-            self.extra = found[self._peers.rank]
+            self.extra = self._peers.run_on_all(self.what, self._brought)[self._peers.rank]
             return
         with TemporaryDirectory(prefix="accel-save-") as temporary:
             local = Path(temporary)
@@ -271,8 +272,11 @@ class _Place:
             lower = {name for names in told[: self._peers.rank] for name in names}
             own = [name for name in told[self._peers.rank] if name not in lower]
             storage, place = storage_of(self._target), locate(folder)
-            every = self._peers.run_on_all(self.what, lambda: upload(local, own, storage, place))
+            every = self._peers.run_on_all(self.what, lambda: upload(local, own, storage, place, self._digest))
         self.extra = {name: record for records in every for name, record in records.items()}
+
+    def _brought(self) -> Mapping[str, FileRecord]:
+        return {} if self.staging is None else self.staging.brought(self._digest)
 
 
 def _written_by_hooks(folder: Path) -> list[str]:

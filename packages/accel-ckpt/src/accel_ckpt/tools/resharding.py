@@ -8,12 +8,12 @@ from functools import partial
 from math import prod
 from typing import final
 
-from accel_ckpt.format.blocks import Content, FileRecord
+from accel_ckpt.format.blocks import BLOCK, Content, FileRecord
 from accel_ckpt.format.manifest import Part, TensorEntry, pack, tensor_file
 from accel_ckpt.format.safetensors_file import Item, file_order, header_of
 from accel_ckpt.format.shard_layout import Box, chunk
 from accel_ckpt.format.tensors import byte_view
-from accel_ckpt.io.storage import locate, staged_at
+from accel_ckpt.io.storage import Location, Storage, locate, staged_at
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from accel_ckpt.saving.plan import SMALL
 from accel_state.errors import CheckpointError
@@ -25,9 +25,9 @@ def reshard(
     """Writes the checkpoint at ``path`` to ``target`` with its tensors in ``files`` files. Not a collective.
 
     Large tensors are split along dim 0 as in FSDP, so that as many ranks read one file each; small tensors are stored
-    in full in one of the files. Nothing else changes: any number of ranks reads the same values from either, and
-    rank-local states stay with their ranks. Memory holds one part of a tensor at a time; neither the model nor a
-    process group is needed.
+    in full in one of the files. Nothing else changes: any number of ranks reads the same values from either, rank-local
+    states stay with their ranks, and files of hooks and the kind of digest stay. Memory holds one part of a tensor at a
+    time; neither the model nor a process group is needed.
 
     Raises:
         CheckpointError: there is no such checkpoint, ``files`` is below 1, or ``target`` is taken or cannot be written.
@@ -41,8 +41,11 @@ def reshard(
         staged_at(place, overwrite=overwrite) as (storage, staged),
     ):
         records: dict[str, FileRecord] = {}
+        digest = saved.manifest.digest
+        extra = {name: _copy_extra(saved, name, storage, staged.folder) for name in saved.manifest.extra}
+        staged.brought(digest)  # syncs the folders of these files
         for name in saved.documents:
-            records[name] = storage.write(staged.folder / name, Content.of(saved.document_bytes(name)))
+            records[name] = storage.write(staged.folder / name, Content.of(saved.document_bytes(name), digest))
         shards = _spread(saved, files)
         for number, pieces in enumerate(shards):
             header = header_of([piece.item for piece in pieces], {"format": "pt"})
@@ -50,7 +53,7 @@ def reshard(
             stream = partial(_stream, saved, header, pieces)
             # Digesting in other threads would keep parts in memory until they are digested.
             name = tensor_file(number)
-            records[name] = storage.write(staged.folder / name, Content(stream, size, threads=0))
+            records[name] = storage.write(staged.folder / name, Content(stream, size, digest, threads=0))
         manifest = replace(
             saved.manifest,
             id=staged.id,
@@ -58,11 +61,22 @@ def reshard(
             writer={**saved.manifest.writer, "resharded": saved.manifest.id},
             files=records,
             tensors=_entries(saved, shards),
-            digest="crc32",
+            block_size=BLOCK,
             folder=staged.subfolder,
+            extra=extra,
         )
         staged.seal(pack(manifest))
     return open_checkpoint(place, verify=False)
+
+
+def _copy_extra(saved: Checkpoint, name: str, storage: Storage, folder: Location) -> FileRecord:
+    """Copies a file of the user, one verified block at a time."""
+    *above, last = name.split("/")
+    for part in above:
+        folder = folder / part
+        storage.ready(folder)
+    size, pieces = saved.manifest.extra[name].size, partial(saved.extra_pieces, name)
+    return storage.write(folder / last, Content(lambda: map(memoryview, pieces()), size, saved.manifest.digest, 0))
 
 
 @final
