@@ -72,6 +72,7 @@ class Mode(str, enum.Enum):
         (np.bool_(True), True),
         (np.float64("nan"), math.nan),
         (Mode.MIN, "min"),
+        ({Mode.MIN: Mode.MIN, "other": {Mode.MIN: 1, 2: 3}}, {"min": "min", "other": {"min": 1, 2: 3}}),
         (OrderedDict(a=1), {"a": 1}),
         (torch.Size([2, 3]), (2, 3)),
     ],
@@ -92,13 +93,21 @@ def test_values_that_are_nearly_plain_become_plain(value: Any, plain: Any) -> No
         ({1, 2}, "sorted"),
         (torch.nn.Linear(1, 1), "state_dict"),
         (1j, "builtins.complex"),
+        (np.datetime64(1, "ns"), r"numpy\.datetime64"),
+        (torch.nn.LazyLinear(2).weight, "call the model once"),
     ],
-    ids=["object", "bytes", "array", "set", "module", "complex"],
+    ids=["object", "bytes", "array", "set", "module", "complex", "date", "lazy"],
 )
 def test_what_cannot_be_stored_is_named_with_its_place(value: Any, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as caught:
         encode({"a": [value]}, "x", TensorTable())
     assert "x/a/0" in str(caught.value)
+
+
+def test_a_state_may_be_called_by_a_string_enumeration(tmp_path):
+    saved = accel_ckpt.save(tmp_path / "c", {Mode.MIN: {"w": torch.ones(2)}}, local={Mode.MIN: 1})
+    assert (saved.names, [*saved.manifest.tensors]) == (["min"], ["min/w"])
+    assert saved.read_local("min", 0) == 1
 
 
 def test_a_key_that_is_no_scalar_is_refused() -> None:

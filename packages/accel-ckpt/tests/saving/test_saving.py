@@ -141,19 +141,44 @@ def test_an_unknown_name_lists_those_that_are_there(tmp_path: Path) -> None:
         saved.read("optimizer")
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
         (torch.zeros(2, device="meta"), "meta device"),
         (torch.eye(3).to_sparse(), "to_dense"),
+        (freed(torch.ones(2)), "storage was freed"),
     ],
-    ids=["meta", "sparse"],
+    ids=["meta", "sparse", "freed"],
 )
 def test_tensors_without_plain_values_are_refused_by_name(tmp_path: Path, value: torch.Tensor, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as caught:
         accel_ckpt.save(tmp_path / "one", {"model": {"w": value}})
     assert "model/w" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [("safetensors_file.MAX_HEADER", "shorten the keys"), ("manifest.MAX_DOCUMENT", "into tensors")]
+)
+def test_what_no_reader_would_take_is_refused_when_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, said: str
+) -> None:
+    monkeypatch.setattr(f"accel_ckpt.format.{limit}", 4000)
+    with pytest.raises(CheckpointError, match=said):
+        accel_ckpt.save(tmp_path / "one", {"model": {"w" * 4000: torch.ones(2)}, "numbers": [*range(2000)]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_uninitialised_parameter_takes_what_was_saved(tmp_path: Path) -> None:
+    made, lazy = torch.nn.Linear(3, 2), torch.nn.LazyLinear(2)
+    saved = accel_ckpt.save(tmp_path / "one", {"model": made.state_dict()})
+    lazy.load_state_dict(saved.read("model", like=lazy.state_dict()))
+    assert torch.equal(lazy.weight, made.weight)
 
 
 def test_names_of_any_text_are_kept_apart(tmp_path: Path) -> None:

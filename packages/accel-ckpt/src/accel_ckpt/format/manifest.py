@@ -17,7 +17,8 @@ MANIFEST, TREE, FORMAT, VERSION = "manifest.json", "tree.json", "accel-checkpoin
 # The file ends with ,"seal":"<64 hex digits>"}\n, where the digits are the SHA-256 of all bytes before the comma.
 _SEAL_BEGIN, _SEAL_END = b',"seal":"', b'"}\n'
 _SEAL_LENGTH = len(_SEAL_BEGIN) + 64 + len(_SEAL_END)
-MAX_MANIFEST = 2**31
+# Bytes of the manifest, and of each other JSON file.
+MAX_DOCUMENT = 2**31
 MAX_SHAPE = 2**63
 # Even with the widest dtype the number of bytes then fits into 63 bits.
 MAX_ELEMENTS = 2**58
@@ -97,7 +98,11 @@ def is_subfolder(name: str) -> bool:
 
 
 def pack(manifest: Manifest) -> bytes:
-    """Serializes the manifest, with its seal."""
+    """Serializes the manifest, with its seal.
+
+    Raises:
+        CheckpointError: it is longer than a reader accepts.
+    """
     document = {
         "format": FORMAT,
         "version": manifest.version,
@@ -121,7 +126,17 @@ def pack(manifest: Manifest) -> bytes:
         },
     }
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()[:-1]
-    return text + _SEAL_BEGIN + sha256([text]).encode() + _SEAL_END
+    return check_length(text + _SEAL_BEGIN + sha256([text]).encode() + _SEAL_END, MANIFEST)
+
+
+def check_length(document: bytes, name: str) -> bytes:
+    """Returns a JSON file that is to be written, unless it is longer than a reader accepts."""
+    if len(document) > MAX_DOCUMENT:
+        raise CheckpointError(
+            f"{name}: {len(document)} bytes of JSON, and a reader takes {MAX_DOCUMENT}; put long lists of numbers into "
+            "tensors"
+        )
+    return document
 
 
 def _listed(files: Mapping[str, FileRecord]) -> dict[str, Json]:

@@ -80,6 +80,11 @@ def header_of(items: Sequence[Item], metadata: dict[str, str]) -> bytes:
         position += item.nbytes
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _LENGTH) % _ALIGN)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(
+            f"{len(items)} tensors with keys as long as {max(items, key=lambda item: len(item.key)).key!r:.100} need a "
+            f"header of {len(text)} bytes; a safetensors file holds {MAX_HEADER}: shorten the keys"
+        )
     return len(text).to_bytes(_LENGTH, "little") + text
 
 

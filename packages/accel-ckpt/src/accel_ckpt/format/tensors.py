@@ -237,5 +237,7 @@ def _check(key: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
         raise CheckpointError(
             f"{key} is a {kind.__module__}.{kind.__qualname__}, a tensor made of others; save the tensors inside it"
         )
+    if local.numel() and not local.data_ptr():
+        raise CheckpointError(f"{key} has no memory, because its storage was freed; save it before that")
     if dtype_of(dtype_name(tensor.dtype)) is None:
         raise CheckpointError(f"{key} has dtype {tensor.dtype}; known: {', '.join((*CODES, *RAW))}")

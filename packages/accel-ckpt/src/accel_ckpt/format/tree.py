@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
@@ -34,6 +35,8 @@ class TensorTable:
     def add(self, path: Path, tensor: torch.Tensor) -> str:
         """Returns the name under which ``tensor`` is stored: that of its path, or of a tied earlier tensor."""
         key = self._prefix + tensor_name(path)
+        if is_lazy(tensor):
+            raise CheckpointError(f"{show_path(path)} has no shape yet; call the model once before it is saved")
         identity = _identity(tensor)
         known = self._known.setdefault(identity, key) if identity is not None else key
         self.tensors.setdefault(known, tensor)
@@ -47,7 +50,7 @@ def encode(tree: Tree, name: str, table: TensorTable | None) -> Json:
         CheckpointError: a leaf is not a tensor, text, number, bool or None (or is a tensor although ``table`` is None);
             names its path in the tree and its type.
     """
-    return _encode(tree, (name,), table)
+    return _encode(tree, (plain_text(name),), table)
 
 
 def decode(document: Json, tensor: Callable[[str, Path], Tree]) -> Tree:
@@ -65,6 +68,11 @@ def decode(document: Json, tensor: Callable[[str, Path], Tree]) -> Tree:
 def leaves(tree: Tree) -> dict[Path, Any]:
     """Returns the leaves of ``tree`` by path (the keys and indices that lead to a leaf)."""
     return dict(_leaves(tree, ()))
+
+
+def plain_text(text: str) -> str:
+    """Returns the text itself of an instance of a subclass, whose ``str`` may differ (string enumerations)."""
+    return str.__str__(text)
 
 
 def tensor_name(path: Path) -> str:
@@ -105,7 +113,7 @@ def _encode_scalar(value: Any) -> Json:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return plain_text(value)
     if isinstance(value, int):
         number = int(value)
         return number if abs(number) <= _MAX_PLAIN else {"$int": hex(number)}
@@ -120,15 +128,21 @@ def _encode_mapping(value: Mapping[Any, Any], path: Path, table: TensorTable | N
                 f"{show_path(path)} has the key {key!r} of type {type(key).__qualname__}; keys can be str, int, float, "
                 "bool and None"
             )
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {str(key): _encode(item, (*path, str(key)), table) for key, item in value.items()}
-    pairs = ((key if isinstance(key, _SCALARS) else _number_of(key), item) for key, item in value.items())
+    items = [(plain_text(key) if isinstance(key, str) else key, item) for key, item in value.items()]
+    if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
+        return {key: _encode(item, (*path, key), table) for key, item in items}
+    pairs = ((key if isinstance(key, _SCALARS) else _number_of(key), item) for key, item in items)
     return {"$dict": [[_encode(key, path, None), _encode(item, (*path, key), table)] for key, item in pairs]}
 
 
 def _number_of(value: Any) -> Any:
-    """Returns the Python value of a numpy scalar (or of a library with the same interface); None for other objects."""
+    """Returns the Python value of a numpy scalar (or of a library with the same interface); None for other objects.
+
+    Dates and durations are other objects: some units have a number as ``item()``, without the unit.
+    """
     if getattr(value, "shape", None) != () or not callable(getattr(value, "item", None)):
+        return None
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m"):
         return None
     plain = value.item()
     return plain if isinstance(plain, bool | int | float | str) else None

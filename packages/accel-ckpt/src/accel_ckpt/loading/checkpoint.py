@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from accel_ckpt.format.blocks import BLOCK, CheckedFile, read_full
-from accel_ckpt.format.manifest import MANIFEST, MAX_MANIFEST, TREE, Manifest, local_file, unpack
+from accel_ckpt.format.manifest import MANIFEST, MAX_DOCUMENT, TREE, Manifest, local_file, unpack
 from accel_ckpt.format.shard_layout import Box
 from accel_ckpt.format.tree import Json, Tree, decode, leaves
 from accel_ckpt.format.tree import Path as TreePath
@@ -27,7 +27,6 @@ from accel_ckpt.rank_group import RankGroup, Ranks
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 T = TypeVar("T")
-_MAX_TREE = 2**31
 # Number of times that a checkpoint that was replaced while it was read is opened again.
 _REPLACED = 3
 
@@ -371,7 +370,7 @@ class Checkpoint:
     def _document(self, name: str) -> Mapping[str, Json]:
         if name not in self._documents:
             file = self._files[name]
-            if file.record.size > _MAX_TREE:
+            if file.record.size > MAX_DOCUMENT:
                 raise CheckpointCorruptError(f"{name}: {file.record.size} bytes of JSON")
             try:
                 document = json.loads(file.read(0, file.record.size))
@@ -436,7 +435,7 @@ def read_manifest(folder: Location) -> Manifest:
             f"{advice(names) or below(storage, folder)}"
         )
     with closing(storage.open(folder / MANIFEST)) as source:
-        return unpack(read_full(source, MANIFEST, MAX_MANIFEST))
+        return unpack(read_full(source, MANIFEST, MAX_DOCUMENT))
 
 
 def _no_tensor(key: str, path: TreePath) -> Tree:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.tensors import as_dtensor, memory_key, placement_key
@@ -40,7 +41,7 @@ class Requests:
             model = like[path] if here else None
             if not here and place is not None:
                 model = place(path, self._reader.dtype(key), entry.shape)
-            if not isinstance(model, torch.Tensor) or tuple(model.shape) != entry.shape:
+            if not isinstance(model, torch.Tensor) or is_lazy(model) or tuple(model.shape) != entry.shape:
                 model = None
             wanted = Request(key, model, in_place and here and model is not None)
             return _Wanted(self._number(wanted, known.setdefault(key, [])))

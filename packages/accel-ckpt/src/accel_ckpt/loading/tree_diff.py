@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from accel_ckpt.format.tree import Path, show_path
 
@@ -40,7 +41,7 @@ def compare(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> Difference
     mismatched = [
         f"{show_path(path)} ({_kind(saved[path])} saved, {_kind(value)} wanted)"
         for path, value in wanted.items()
-        if path in saved and _kind(saved[path]) != _kind(value)
+        if path in saved and not is_lazy(value) and _kind(saved[path]) != _kind(value)
     ]
     return Difference(
         tuple(show_path(path) for path in wanted if path not in saved),

@@ -8,11 +8,11 @@ from math import prod
 
 import torch
 
-from accel_ckpt.format.manifest import TREE, Part, TensorEntry, local_file, tensor_file
+from accel_ckpt.format.manifest import TREE, Part, TensorEntry, check_length, local_file, tensor_file
 from accel_ckpt.format.safetensors_file import Item, file_order, header_of
 from accel_ckpt.format.shard_layout import Box, boxes, choose_writers, overlap
 from accel_ckpt.format.tensors import Holding, as_dtensor, hold
-from accel_ckpt.format.tree import Json, TensorTable, Tree, encode, tensor_name
+from accel_ckpt.format.tree import Json, TensorTable, Tree, encode, plain_text, tensor_name
 from accel_ckpt.io.pinned_ring import host_pieces
 from accel_ckpt.rank_group import RankGroup
 from accel_ckpt.saving.replicas import StateStructure, value_digests
@@ -66,7 +66,7 @@ class RankPart:
     @cached_property
     def documents(self) -> dict[str, bytes]:
         """Contents of the JSON files by name."""
-        return {name: _document(trees) for name, trees in self.trees.items()}
+        return {name: check_length(_document(trees), name) for name, trees in self.trees.items()}
 
     @cached_property
     def header(self) -> bytes:
@@ -105,8 +105,8 @@ def make_draft(
         if not isinstance(name, str) or not name:
             raise CheckpointError(f"{name!r} is no name of a state; expected a text that is not empty")
     local = {**(local or {}), **{name: tree for name, tree in state.items() if name in apart}}
-    trees = {str(name): encode(tree, str(name), table) for name, tree in state.items() if name not in apart}
-    local_trees = {str(name): encode(tree, str(name), own) for name, tree in local.items()}
+    trees = {plain_text(name): encode(tree, name, table) for name, tree in state.items() if name not in apart}
+    local_trees = {plain_text(name): encode(tree, name, own) for name, tree in local.items()}
     sharded = [name for name, tensor in own.tensors.items() if as_dtensor(tensor) is not None]
     if sharded:
         raise CheckpointError(
