@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, multiple, rule, run_state_machine_as_test
 from torch.utils.data import DataLoader
 
-from accel_data import Cursor, LoaderOptions, prepare_loader
+from accel_data import Cursor, LoaderOptions, prepare_loader, skip_first_batches
 from accel_state.parallelism.config import DataShard
 
 SIZE, BATCH = 10, 4
@@ -58,8 +58,17 @@ class Reference:
     def __init__(self):
         self.next, self.main, self.idle, self.saved, self.loaded = (0, 0), None, False, (0, 0), False
 
-    def begin(self):
-        if self.main is not None and not self.idle:
+    def epoch(self):
+        return self.next[0] if self.main is None else self.main.epoch
+
+    def skip(self, batches):
+        epoch = self.saved[0] if self.main is None else self.main.epoch
+        if self.loaded and self.next[0] != epoch and min(batches * BATCH, SIZE) < SIZE:
+            epoch = self.next[0]
+        self.next = (epoch, min(batches * BATCH, SIZE))
+
+    def begin(self, *, nests=True):
+        if nests and self.main is not None and not self.idle:
             self.idle = True
             return Run(self.main.epoch, 0)
         self.main, self.next, self.idle, self.loaded = Run(*self.next), (self.next[0] + 1, 0), False, False
@@ -130,6 +139,27 @@ class Loop(RuleBasedStateMachine):
         self.loader.set_epoch(epoch)
         self.reference.choose(epoch)
         self.compare()
+
+    @rule(target=runs, epoch=st.integers(0, 5))
+    def begin_after_set_epoch_of_the_sampler(self, epoch):
+        self.prepare("walked")
+        if self.sampling == "walked" and epoch != self.reference.epoch():
+            self.reference.choose(epoch)
+        if self.sampling == "walked":
+            self.loader.batch_sampler.sampler.set_epoch(epoch)
+        return self.begin()
+
+    @rule(target=runs, batches=st.integers(0, 3), epoch=st.none() | st.integers(0, 5))
+    def skip(self, batches, epoch):
+        self.prepare_any()
+        skipped = skip_first_batches(self.loader, batches)
+        self.reference.skip(batches)
+        if epoch is not None:
+            self.loader.set_epoch(epoch)
+            self.reference.choose(epoch)
+            self.reference.next = (epoch, min(batches * BATCH, SIZE))
+        run, iterator = self.reference.begin(nests=False), iter(skipped)
+        return (run, iterator) if self.take(run, iterator) else multiple()
 
     @rule(target=states)
     def save(self):

@@ -58,6 +58,19 @@ class Ragged:
         return sum(1 for _ in self)
 
 
+class InBatches:
+    """A batch sampler over a sampler, of which only its owner knows what it does."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return iter(torch.tensor(list(self.sampler)).view(-1, 4).tolist())
+
+    def __len__(self):
+        return len(self.sampler) // 4
+
+
 class Segment(NamedTuple):
     """One run of a job: how it reads and after how many steps it is stopped."""
 
@@ -413,6 +426,35 @@ def test_an_epoch_chosen_on_the_sampler_is_read():
     assert list(loader) == epochs[1]
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_script_that_counts_epochs_on_the_sampler_reads_nothing_of_one_that_had_ended(ended):
+    loader, resumed = (loader_of(sampler=DistributedSampler(range(24), 1, 0, seed=3)) for _ in range(2))
+    epochs = []
+    for epoch in range(4):
+        loader.sampler.set_epoch(epoch)
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch)
+            if epoch == ended:
+                state = loader.state_dict()
+    resumed.load_state_dict(state)
+    for epoch in range(ended, 4):
+        resumed.sampler.set_epoch(epoch)
+        assert list(resumed) == ([] if epoch == ended else epochs[epoch])
+
+
+def test_an_epoch_that_is_chosen_again_on_the_sampler_is_read_again():
+    loader = loader_of(sampler=DistributedSampler(range(24), 1, 0, seed=3))
+    first = list(loader)
+    loader.sampler.set_epoch(0)
+    assert list(loader) == first
+    for batch in loader:
+        assert batch != first[0]
+        break
+    loader.sampler.set_epoch(1)
+    assert next(iter(loader)) == batch
+
+
 def test_a_state_that_was_loaded_is_saved_again_as_it_was():
     loader = loader_of(sampler=Remembering(24))
     passing = iter(loader)
@@ -715,6 +757,32 @@ def in_the_middle(loader):
 def test_a_dataset_of_another_length_is_refused_inside_an_epoch_and_named_at_its_start(size):
     with pytest.raises(DataStateError, match=f"dataset of 24 samples, this one has {size}.* set_epoch"):
         loader_of(size).load_state_dict(in_the_middle(loader_of(24)))
+@pytest.mark.parametrize("whole_batches", [False, True], ids=["sampler", "batch sampler"])
+@pytest.mark.parametrize("chosen", ["loader before", "loader", "skipped", "sampler before", "sampler"])
+def test_batches_are_skipped_in_the_epoch_that_is_chosen(whole_batches, chosen):
+    def make():
+        sampler = DistributedSampler(range(24), 1, 0, seed=3)
+        return loader_of(
+            **{"batch_size": 1, "batch_sampler": InBatches(sampler)} if whole_batches else {"sampler": sampler}
+        )
+
+    loader, whole = make(), make()
+    whole.set_epoch(3)
+    expected, following = list(whole), list(whole)
+    if chosen == "loader before":
+        loader.set_epoch(3)
+    if chosen == "sampler before":
+        loader.batch_sampler.sampler.set_epoch(3)
+    skipped = skip_first_batches(loader, 2)
+    if chosen in ("loader", "skipped"):
+        {"loader": loader, "skipped": skipped}[chosen].set_epoch(3)
+    if chosen == "sampler":
+        loader.batch_sampler.sampler.set_epoch(3)
+    assert len(skipped) == len(expected) - 2
+    assert list(skipped) == expected[2:]
+    assert list(skipped) == following
+
+
     other = loader_of(size)
     with pytest.warns(RuntimeWarning, match=f"24 samples, this one has {size}; epoch 3 begins with this one"):
         other.load_state_dict({**loader_of(24).state_dict(), "epoch": 3})

@@ -51,6 +51,10 @@ class PreparedLoader:
     _progress: LoaderProgress
     _start: Cursor | None
     """Start of the next pass, if it is not that of the position."""
+    _skips: int | None
+    """Batches between the start of an epoch and ``_start``; None: it was not counted from there."""
+    _choice: Cursor
+    """``LoaderProgress.choice`` that ``_start`` follows."""
     _last: Pass | None
 
     def __init__(
@@ -69,6 +73,7 @@ class PreparedLoader:
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
         # A pass sets these three for each batch, past ``__setattr__``, which looks for the DataLoader's attributes.
         vars(self).update(_progress=LoaderProgress(), _start=None, _last=None)
+        self._skips, self._choice = None, self._progress.choice
 
     def __iter__(self) -> Iterator[Any]:
         observer, own = self._observer, vars(self)
@@ -128,17 +133,15 @@ class PreparedLoader:
             yield batch if placer is None else placer.start(batch).take()
 
     def _begin(self) -> Pass:
-        progress, position = self._progress, self._counted()
-        epoch = self._source.epoch_chosen()
-        if epoch is not None:
-            position = position.with_epoch(epoch)
-        if position.nests and self._start is None:
+        self._follow_sampler()
+        progress, position, sought = self._progress, self._counted(), self._sought()
+        if position.nests and sought is None:
             progress.position = position.nested()
             start = Cursor(position.epoch)
             run = self._source.begin(start)
         else:
-            start = position.start if self._start is None else self._start
-            run = NothingLeft(start) if position.spent and self._start is None else self._source.begin(start)
+            start = position.start if sought is None else sought
+            run = NothingLeft(start) if position.spent and sought is None else self._source.begin(start)
             progress.go(position.started(start), run)
         run.start = start
         self._start, self._last = None, run
@@ -149,7 +152,27 @@ class PreparedLoader:
         run.close()
         if watch is not None:
             watch.close()
-        self._progress.finish(run, self._source)
+        if self._progress.live is run:
+            self._follow_sampler()
+            self._progress.finish(run, self._source)
+            self._announce()
+
+    def _follow_sampler(self) -> None:
+        """Chooses the epoch that the script has set on a sampler, if any."""
+        epoch = self._source.epoch_chosen()
+        if epoch is not None:
+            self.set_epoch(epoch)
+
+    def _announce(self) -> None:
+        self._source.announce(self._progress.position.epoch)
+
+    def _sought(self) -> Cursor | None:
+        """Returns the start of the next pass, in the epoch chosen last, if it is not that of the position."""
+        choice, start = self._progress.choice, self._start
+        if start is not None and choice is not self._choice and choice.epoch != start.epoch:
+            self._start = None if self._skips is None else _after(self._source, choice, self._skips)
+        self._choice = choice
+        return self._start
 
     def claim(self) -> None:
         """Makes the innermost pass in progress the one whose position is saved and resumed.
@@ -177,7 +200,8 @@ class PreparedLoader:
         Raises:
             TypeError: the number is unknown, as for an iterable dataset without a length.
         """
-        length = self._source.length(Cursor(self.epoch) if self._start is None else self._start)
+        sought = self._sought()
+        length = self._source.length(Cursor(self.epoch) if sought is None else sought)
         if length is None:
             raise TypeError(f"the number of batches is unknown: {type(self.dataset).__name__} has no length")
         return length
@@ -203,25 +227,27 @@ class PreparedLoader:
         self.set_epoch(value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass. A resumed position in this epoch is kept.
+        """Sets the epoch of the next pass. A resumed position in this epoch is kept; skipped batches are of this epoch.
 
         Raises:
             DataStateError: ``epoch`` is not an integer >= 0.
         """
         given = as_integer(epoch)
-        cursor = Cursor(epoch if given is None else given)
+        choice = self._progress.choice = Cursor(epoch if given is None else given)
         before = self._counted()
-        after = before.with_epoch(cursor.epoch)
+        after = before.with_epoch(choice.epoch)
         if after.phase in (Phase.INSIDE, Phase.LOADED):
             self._progress.position = after
         elif after != before:
-            self._go_to(after)
+            self._progress.go(after)
+        self._announce()
 
     def skip(self, batches: int) -> None:
         """Moves the start of the next pass forward by ``batches`` batches, without reading them."""
         position = self._counted()
-        self._go_to(position.sought(_after(self._source, position.start, batches)))
-        self._start = self._progress.position.cursor
+        start = _after(self._source, position.start, batches)
+        self._progress.go(position.sought(start))
+        self._start, self._skips, self._choice = start, None, self._progress.choice
 
     def skipped(self, batches: int) -> "PreparedLoader":
         """Returns this loader with a next pass that starts ``batches`` batches after the start of the epoch.
@@ -233,9 +259,13 @@ class PreparedLoader:
         other = PreparedLoader(
             self._source, options=self.options, placer=self._placer, observer=self._observer, alarm=self._alarm
         )
-        other.gate, other._progress = self.gate, self._progress
-        begin = self._progress.begin_of(self._source, batches) if self._start is None else self._start
-        other._start = _after(self._source, begin, batches)
+        self._follow_sampler()
+        sought, skips = self._sought(), whole_batches(batches)
+        begin = self._progress.begin_of(self._source, skips) if sought is None else sought
+        other.gate, other._progress, other._choice = self.gate, self._progress, self._choice
+        other._start = _after(self._source, begin, skips)
+        before = 0 if sought is None else self._skips
+        other._skips = None if before is None else before + skips
         return other
 
     @property
@@ -362,6 +392,7 @@ class PreparedLoader:
             warn_of_rest(self._source, state.cursor)
         self._progress.go(Position().loaded(state.cursor, ended=ended), saved=state.state_dict())
         self._start = None
+        self._announce()
 
     def undo(self) -> Callable[[], None]:
         """Returns a function that undoes every ``load_state_dict`` from now on, for a load that another object refuses.
@@ -374,12 +405,9 @@ class PreparedLoader:
             source()
             progress()
             self._start = start
+            self._announce()
 
         return undo
-
-    def _go_to(self, position: Position) -> None:
-        self._progress.go(position)
-        self._start = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -403,7 +431,7 @@ class PreparedLoader:
         position = self._counted()
         if position.phase is Phase.INSIDE:
             position = position.loaded(position.cursor, ended=position.ended)
-        progress = LoaderProgress(position, saved=self._progress.saved)
+        progress = LoaderProgress(position, saved=self._progress.saved, choice=self._progress.choice)
         state = {**self.__dict__, "_progress": progress, **dropped}
         return _rebuilt, (state,)
 

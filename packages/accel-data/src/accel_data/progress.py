@@ -18,11 +18,13 @@ class LoaderProgress:
     Attributes:
         live: the pass that ``position`` is inside of, or was left in.
         saved: the loaded state, as long as no pass has begun and no other position was chosen since.
+        choice: start of the epoch that ``set_epoch`` chose last; another object for each choice.
     """
 
     position: Position = field(default_factory=Position)
     live: Pass | None = None
     saved: Mapping[str, Any] | None = None
+    choice: Cursor = field(default_factory=Cursor)
     _counted: int = 0
 
     def go(self, position: Position, live: Pass | None = None, saved: Mapping[str, Any] | None = None) -> None:
@@ -39,9 +41,7 @@ class LoaderProgress:
         return self.position
 
     def finish(self, run: Pass, source: Source) -> None:
-        """Ends ``run``, which is ``complete`` or was left. A pass that is not ``live`` changes nothing."""
-        if self.live is not run:
-            return
+        """Ends ``run``, the live pass, which is ``complete`` or was left."""
         if run.complete:
             if run.start.samples and not (run.delivered or self.position.ended or isinstance(run, NothingLeft)):
                 warn_of_rest(source, run.start)

@@ -193,8 +193,15 @@ class Source(ABC):
         return False
 
     def epoch_chosen(self) -> int | None:
-        """Returns the epoch that the user set on a sampler since the last pass began; None if none was set."""
+        """Returns the epoch that was set on a user's sampler since ``begin`` or ``announce``; None if none was set."""
         return None
+
+    def announce(self, epoch: int) -> None:
+        """Sets the epoch of the next pass on the user's samplers, so that another one that is set on them is noticed.
+
+        Default: there are no samplers.
+        """
+        return
 
     @abstractmethod
     def record(self, *, between: bool) -> dict[str, Json]:

@@ -128,6 +128,9 @@ class DispatchSource(Source):
     def epoch_chosen(self) -> int | None:
         return self._base.epoch_chosen()
 
+    def announce(self, epoch: int) -> None:
+        self._base.announce(epoch)
+
     def record(self, *, between: bool) -> dict[str, Json]:
         """Returns rank 0's record of the pass that is being read, because only rank 0 has read the data."""
         return self._base.record(between=between) if self._record is None else dict(self._record)

@@ -317,6 +317,10 @@ class MapSource(Source):
         """Returns the epoch that was set on the user's sampler or batch sampler."""
         return self._surroundings.epoch_chosen()
 
+    def announce(self, epoch: int) -> None:
+        """Calls ``set_epoch`` of the user's sampler and batch sampler."""
+        self._surroundings.announce(epoch)
+
     def _skip_by_function(self, cursor: Cursor, batches: int) -> Cursor:
         assert callable(self._options.sharding)
         for _ in range(batches):

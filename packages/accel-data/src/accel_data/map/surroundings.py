@@ -96,8 +96,15 @@ class Surroundings:
             if generator is not None:
                 generator.manual_seed(derive_key(seed, epoch, number))
 
+    def announce(self, epoch: int) -> None:
+        """Sets the epoch of the next pass on the samplers whose epoch can be read."""
+        for number in self._epochs:
+            if self._epoch_of(number) not in (None, epoch):
+                self._listeners[number].set_epoch(epoch)
+            self._epochs[number] = self._epoch_of(number)
+
     def epoch_chosen(self) -> int | None:
-        """Returns the epoch that the script set on a sampler since the last call or ``begin``; None if it set none."""
+        """Returns the epoch that the script has set on a sampler since the last of these calls; None if it set none."""
         for number, known in self._epochs.items():
             epoch = self._epoch_of(number)
             if epoch is not None and epoch != known:
