@@ -5,6 +5,7 @@ import contextlib
 import copy
 import io
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +20,8 @@ KINDS = {
     "list": list,
     "tuple": tuple,
     "tensor": lambda items: torch.tensor(list(items), dtype=torch.int64),
+    "array": lambda items: numpy.array(items, dtype=numpy.int64),
+    "range": lambda items: items,
 }
 
 
@@ -27,7 +30,7 @@ def parts(inputs, world_size, padding=False):
 
 
 def as_list(part):
-    return part.tolist() if isinstance(part, torch.Tensor) else list(part)
+    return part.tolist() if isinstance(part, torch.Tensor | numpy.ndarray) else list(part)
 
 
 @given(st.integers(0, 20), worlds, st.sampled_from(sorted(KINDS)))
@@ -60,13 +63,14 @@ def test_the_first_ranks_get_the_extra_items(world_size):
 
 @given(st.integers(0, 9), worlds, st.booleans())
 def test_mappings_are_split_value_by_value_and_left_alone(length, world_size, padding):
-    inputs = {"a": list(range(length)), "b": {"c": torch.arange(length)}, "d": tuple(range(length)), "e": "text"}
+    nested = {"c": torch.arange(length), "f": numpy.arange(length)}
+    inputs = {"a": list(range(length)), "b": nested, "d": tuple(range(length)), "e": "text"}
     before = copy.deepcopy(inputs)
     found = parts(inputs, world_size, padding)
     assert inputs["a"] == before["a"]
     assert torch.equal(inputs["b"]["c"], before["b"]["c"])
     for rank, part in enumerate(found):
-        assert part["a"] == as_list(part["b"]["c"]) == list(part["d"])
+        assert part["a"] == as_list(part["b"]["c"]) == as_list(part["b"]["f"]) == list(part["d"])
         assert part["a"] == split(before["a"], rank=rank, world_size=world_size, padding=padding)
         assert part["e"] == "text"
 
@@ -90,7 +94,7 @@ def test_namedtuples_are_split_field_by_field():
     assert parts(Pair([1, 2], (3, 4)), 2) == [Pair([1], (3,)), Pair([2], (4,))]
 
 
-@pytest.mark.parametrize("inputs", ["text", 5, None, torch.tensor(3)])
+@pytest.mark.parametrize("inputs", ["text", 5, None, torch.tensor(3), numpy.array(3)])
 def test_what_has_no_items_is_given_whole(inputs):
     assert all(part is inputs for part in parts(inputs, 3, padding=True))
 
@@ -108,6 +112,7 @@ def test_values_of_different_lengths_are_refused():
 def test_rows_of_a_tensor_are_padded_with_its_last_row():
     rows = torch.arange(6).reshape(3, 2)
     found = parts(rows, 2, padding=True)
+    assert all((part == array).all() for part, array in zip(found, parts(rows.numpy(), 2, padding=True), strict=True))
     assert torch.equal(torch.cat(found), torch.cat([rows, rows[-1:]]))
 
 

@@ -87,11 +87,11 @@ def barrier(group: "ProcessGroup", device: "Device") -> None:
 def split(inputs: Any, *, rank: int, world_size: int, padding: bool = False) -> Any:
     """Returns the contiguous shard of ``inputs`` for ``rank``; ``inputs`` itself is not changed.
 
-    Lengths differ by at most one; the first ranks get the longer shards. Lists, tuples, tensors (along dim 0) and
-    Hugging Face datasets are sliced; mappings and namedtuples are sliced value by value; other objects (a string) are
-    returned as they are. With ``padding`` every shard has the length of the longest: the last ranks repeat the last
-    item of ``inputs``, so that the gathered shards, truncated to the original length, equal ``inputs``. A single
-    process gets ``inputs`` itself.
+    Lengths differ by at most one; the first ranks get the longer shards. Lists, tuples, ranges, tensors and numpy
+    arrays (along dim 0) and Hugging Face datasets are sliced; mappings and namedtuples are sliced value by value; other
+    objects (a string) are returned as they are. With ``padding`` every shard has the length of the longest (that of a
+    range is then a list): the last ranks repeat the last item of ``inputs``, so that the gathered shards, truncated to
+    the original length, equal ``inputs``. A single process gets ``inputs`` itself.
 
     Raises:
         ValueError: the values of a mapping or namedtuple have different lengths.
@@ -132,14 +132,15 @@ def _values(inputs: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_cut(inputs: Any) -> bool:
-    if isinstance(inputs, torch.Tensor):
-        return inputs.dim() > 0
-    return isinstance(inputs, list | tuple) or _is_dataset(inputs)
+    if isinstance(inputs, torch.Tensor) or _is_a("numpy", "ndarray", inputs):
+        return bool(inputs.ndim)
+    return isinstance(inputs, list | tuple | range) or _is_a("datasets", "Dataset", inputs)
 
 
-def _is_dataset(inputs: Any) -> bool:
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(inputs, datasets.Dataset)
+def _is_a(module: str, name: str, inputs: Any) -> bool:
+    """Whether ``inputs`` is an instance of a class of a module, which is not imported for the question."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(inputs, getattr(loaded, name, ()))
 
 
 def _cut(inputs: Any, start: int, stop: int, *, repeat_last: int) -> Any:
@@ -156,10 +157,13 @@ def _cut(inputs: Any, start: int, stop: int, *, repeat_last: int) -> Any:
     if not _is_cut(inputs):
         return inputs
     repeat_last = repeat_last if len(inputs) else 0
+    if _is_a("datasets", "Dataset", inputs):
+        return inputs.select([*range(start, stop), *[len(inputs) - 1] * repeat_last])
+    if not repeat_last:
+        return inputs[start:stop]
     if isinstance(inputs, torch.Tensor):
-        last = inputs[-1:].expand(repeat_last, *inputs.shape[1:]) if repeat_last else inputs[:0]
-        return torch.cat([inputs[start:stop], last]) if repeat_last else inputs[start:stop]
-    if isinstance(inputs, list | tuple):
-        items: Any = inputs
+        return torch.cat([inputs[start:stop], inputs[-1:].expand(repeat_last, *inputs.shape[1:])])
+    if isinstance(inputs, list | tuple | range):
+        items: Any = list(inputs) if isinstance(inputs, range) else inputs
         return items[start:stop] + items[-1:] * repeat_last
-    return inputs.select([*range(start, stop), *[len(inputs) - 1] * repeat_last])
+    return inputs.take(range(start, stop + repeat_last), axis=0, mode="clip")

@@ -56,6 +56,26 @@ def test_a_dimension_that_is_not_there_pads_nothing(rank, dim):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(-100, torch.uint8), (-100, torch.bool), (0.5, torch.int64), (float("nan"), torch.int32), (300, torch.int8)],
+)
+@pytest.mark.sampled(2)
+def test_a_value_that_the_dtype_lacks_is_refused_on_every_rank(rank, value, dtype):
+    rows = torch.ones(1 + rank).to(dtype)
+    with pytest.raises(ValueError, match=f"pad_index={value} is no value of {str(dtype)[6:]}"):
+        pad_across_processes(rows, pad_index=value)
+    assert pad_across_processes({"ids": torch.ones(1 + rank), "mask": rows[:1]}, pad_index=value)["mask"] is not None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("value", [None, torch.tensor(7), "0"])
+def test_padding_with_anything_but_a_number_is_refused_on_every_rank(rank, value):
+    with pytest.raises(TypeError, match=r"pad_index is .*; expected a number"):
+        pad_across_processes(torch.ones(1 + rank), pad_index=value)
+
+
+@pytest.mark.ranks(2)
 def test_an_empty_rank_is_padded_too(rank):
     found = pad_across_processes({"a": torch.ones(2 * rank, 3, dtype=torch.bool)})
     assert found["a"].shape == (2, 3)

@@ -227,6 +227,15 @@ def test_reduce_over_four_ranks(rank, world_size, reduction):
 
 
 @pytest.mark.ranks(2)
+def test_the_mean_of_halves_is_finite_where_their_sum_is_not(rank):
+    mine = torch.tensor([40000.0 + 64 * rank, 1e-7], dtype=torch.float16)
+    mean = reduce({"one": mine, "many": [mine, mine[:1]]}, scale=0.5)
+    assert mean["one"].dtype == torch.float16
+    for leaf in (mean["one"], mean["many"][0]):
+        assert torch.equal(leaf, torch.tensor([20016.0, 5e-8], dtype=torch.float16))
+
+
+@pytest.mark.ranks(2)
 def test_the_pinned_numbers(rank, world_size):
     mine = torch.arange(1.0, 1 + world_size) + world_size * rank
     assert gather(mine).tolist() == [1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """Padding of tensors to the longest length over the ranks, or to a multiple of the number of processes."""
 
 import warnings
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,8 @@ def pad_across_processes(
     all-reduce exchanges the lengths of all leaves.
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: a leaf is not a tensor, or ``pad_index`` is not a number.
+        ValueError: a leaf needs padding and its dtype has no value ``pad_index`` (-100 in uint8); on every rank.
         CollectiveMismatchError: structure, dtype or number of dimensions differ between ranks (only with ``verify``).
     """
     world = resolve(group)
@@ -50,13 +52,17 @@ def pad_across_processes(
                 f"error: {error}"
             ) from error
     leaves = tensor_leaves(tensor, "pad_across_processes")
+    if not isinstance(pad_index, Number):
+        raise TypeError(f"pad_index is {pad_index!r}; expected a number, not a {type(pad_index).__name__}")
     chosen = [index for index, leaf in enumerate(leaves) if _has_dim(leaf, dim) and not is_full(leaf)]
     if world is None or not chosen:
         return tensor
     padded = list(leaves)
-    lengths = _longest([leaves[index].shape[dim] for index in chosen], leaves[chosen[0]].device, world)
-    for index, length in zip(chosen, lengths, strict=True):
-        padded[index] = pad_to(leaves[index], length, dim=dim, value=pad_index, first=pad_first)
+    shortest, longest = _range([leaves[index].shape[dim] for index in chosen], leaves[chosen[0]].device, world)
+    for index, least, length in zip(chosen, shortest, longest, strict=True):
+        if least < length:  # on some rank: a value that cannot be padded with is refused on all
+            _check_value(pad_index, leaves[index].dtype)
+            padded[index] = pad_to(leaves[index], length, dim=dim, value=pad_index, first=pad_first)
     return refill(tensor, iter(padded))
 
 
@@ -71,12 +77,27 @@ def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
     return -leaf.ndim <= dim < leaf.ndim
 
 
-def _longest(lengths: list[int], device: torch.device, group: "ProcessGroup") -> list[int]:
+def _range(lengths: list[int], device: torch.device, group: "ProcessGroup") -> tuple[list[int], list[int]]:
+    """Returns the least and the greatest of each length over the ranks."""
     import torch.distributed as dist
 
-    mine = torch.tensor(lengths, dtype=torch.int64, device=device)
+    mine = torch.tensor([[-length for length in lengths], lengths], dtype=torch.int64, device=device)
     dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
-    return [int(length) for length in mine.tolist()]
+    negated, longest = mine.tolist()
+    return [-length for length in negated], longest
+
+
+def _check_value(value: Any, dtype: torch.dtype) -> None:
+    """Checks that tensors of the dtype can hold a number; floating point may round it."""
+    try:
+        held = torch.full((), value, dtype=dtype, device="cpu").item()
+    except RuntimeError:
+        held = None
+    if held is None or not (dtype.is_floating_point or dtype.is_complex or held == value):
+        raise ValueError(
+            f"pad_index={value!r} is no value of {str(dtype).removeprefix('torch.')}, the dtype of a tensor that needs "
+            "padding; nearest: pad tensors of each dtype in a call of their own, or convert this one first"
+        )
 
 
 def pad_to(

@@ -268,7 +268,7 @@ def wire_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
     if dtype.is_complex:
         return dtype
     if dtype.is_floating_point:
-        return torch.float32 if dtype.itemsize == 1 else dtype
+        return torch.float32 if dtype.itemsize == 1 or (dtype == torch.float16 and reduction == "mean") else dtype
     if reduction == "mean":
         return torch.int64
     return {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}.get(dtype, dtype)
