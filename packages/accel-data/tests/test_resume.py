@@ -713,6 +713,32 @@ def test_a_loader_is_saved_where_one_that_skips_a_part_of_it_is():
     assert list(third) == expected[4:]
 
 
+@pytest.mark.parametrize("whole_batches", [False, True], ids=["sampler", "batch sampler"])
+@pytest.mark.parametrize("chosen", ["loader before", "loader", "skipped", "sampler before", "sampler"])
+def test_batches_are_skipped_in_the_epoch_that_is_chosen(whole_batches, chosen):
+    def make():
+        sampler = DistributedSampler(range(24), 1, 0, seed=3)
+        return loader_of(
+            **{"batch_size": 1, "batch_sampler": InBatches(sampler)} if whole_batches else {"sampler": sampler}
+        )
+
+    loader, whole = make(), make()
+    whole.set_epoch(3)
+    expected, following = list(whole), list(whole)
+    if chosen == "loader before":
+        loader.set_epoch(3)
+    if chosen == "sampler before":
+        loader.batch_sampler.sampler.set_epoch(3)
+    skipped = skip_first_batches(loader, 2)
+    if chosen in ("loader", "skipped"):
+        {"loader": loader, "skipped": skipped}[chosen].set_epoch(3)
+    if chosen == "sampler":
+        loader.batch_sampler.sampler.set_epoch(3)
+    assert len(skipped) == len(expected) - 2
+    assert list(skipped) == expected[2:]
+    assert list(skipped) == following
+
+
 def test_skipping_needs_no_data():
     class Untouchable(Dataset):
         def __len__(self):
