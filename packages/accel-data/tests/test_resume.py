@@ -565,6 +565,50 @@ class SlowStream(SlowStart, IterableDataset):
         return (self[index] for index in range(40) if index // 4 % 2 == seat)
 
 
+class Augmented(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item()
+
+
+class AugmentedStream(IterableDataset):
+    def __iter__(self):
+        return ((index, torch.rand(()).item()) for index in range(12))
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), AugmentedStream()], ids=["map", "stream"])
+def test_a_script_that_seeds_torch_inside_an_epoch_changes_no_draw_of_its_workers(dataset):
+    def make():
+        return prepare_loader(DataLoader(dataset, 2, num_workers=1, collate_fn=list), DataShard())
+
+    def saved(loader):
+        return json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+
+    def resumed(state, generator):
+        loader = make()
+        loader.load_state_dict(state)
+        torch.set_rng_state(generator)
+        return loader
+
+    torch.manual_seed(1)
+    loader, delivered = make(), []
+    for batch in loader:
+        delivered.append(batch)
+        if len(delivered) == 2:
+            torch.manual_seed(2)
+            first = saved(loader)
+    following = list(loader)
+    second = resumed(*first)
+    for batch in second:
+        assert batch == delivered[2]
+        break
+    last = resumed(*saved(second))
+    assert list(last) == delivered[3:]
+    assert list(last) == following
+
+
 @pytest.mark.parametrize("dataset", [SlowStart, SlowStream])
 def test_batches_come_in_order_where_the_loader_would_let_them_overtake(dataset):
     loader = DataLoader(dataset(released=False), batch_size=4, num_workers=2, in_order=False, collate_fn=list)

@@ -355,16 +355,16 @@ class PreparedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the batch delivered last, as JSON values; the same on every rank.
 
-        Only an opaque iterable dataset adds state of this rank alone, under ``"private"``. A loaded state from which no
-        pass has begun is returned unchanged.
+        Only an opaque iterable dataset adds state of this rank alone, under ``"private"``, and a script that has seeded
+        torch since the epoch of a loader with workers began. A loaded state from which no pass has begun is returned
+        unchanged.
         """
         position, progress = self._counted(), self._progress
         if progress.saved is not None:
             return dict(progress.saved)
-        live = progress.live
-        step = None if live is None else live.step(live.delivered)
-        record = self._source.record(between=live is None or position.ended)
-        return SavedLoader(position.cursor, record, position.ended, None if step is None else step.private).state_dict()
+        private = None if progress.live is None else progress.live.private()
+        record = self._source.record(between=progress.live is None or position.ended)
+        return SavedLoader(position.cursor, record, position.ended, private).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, allow_changed_data: bool | None = None) -> None:
         """Makes the next pass start at a saved position, for any number of ranks and workers and any batch size.

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from accel_data.order.cursor import Cursor, Step
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ Json = Any
 """JSON values: dicts with string keys, lists, strings, numbers, booleans, None."""
 
 
+_INITIAL_SEED_KEY = "initial_seed"
 _FIXED = (
     "batch_size",
     "batch_sampler",
@@ -60,6 +63,7 @@ class Pass(ABC):
         trail: digests of the indices that every rank must get in this pass; None: the indices are computed.
         trouble: set by the loader: returns the failure report of another rank, for a pass that waits for others; None
             if the loader has no alarm.
+        initial_seed: torch's initial seed from which the draws of the pass's workers follow; None: there are none.
     """
 
     start: Cursor
@@ -74,6 +78,7 @@ class Pass(ABC):
     resumes: bool = True
     trail: "IndexTrail | None" = None
     trouble: Callable[[], str | None] | None = None
+    initial_seed: int | None = None
 
     @property
     def is_last(self) -> bool:
@@ -92,6 +97,17 @@ class Pass(ABC):
         Called rarely, and only for the last two batches taken from ``batches`` (because of the lookahead), so a pass
         that cannot compute the facts records them for those two. May be called after ``close``.
         """
+
+    def private(self) -> Mapping[str, Any] | None:
+        """Returns what this rank alone needs to resume after the batch delivered last; None: nothing.
+
+        torch's initial seed is part of the state of its generator, which the checkpoint of a run has. It is another one
+        if the script has seeded torch since the pass began.
+        """
+        private = self.step(self.delivered).private
+        if self.initial_seed in (None, torch.initial_seed()):
+            return private
+        return {**(private or {}), _INITIAL_SEED_KEY: self.initial_seed}
 
     def close(self) -> None:
         """Stops threads and drops iterators once the pass has ended or was abandoned. Default: drops the iterator."""
@@ -143,6 +159,7 @@ class Source(ABC):
     total_dataset_length: int | None = None
     global_batch_size: int | None = None
     dataloader: "DataLoader[Any]"
+    _saved_seed: tuple[Cursor, int] | None = None
 
     @property
     def read_amplification(self) -> int | None:
@@ -169,6 +186,16 @@ class Source(ABC):
                 f"another DataLoader with {name}={_short(value)}, and prepare that"
             )
         setattr(self.dataloader, name, value)
+
+    def initial_seed(self, cursor: Cursor) -> int:
+        """Returns ``Pass.initial_seed`` for a pass that begins at ``cursor``: that of the saved run, if it resumes."""
+        saved, self._saved_seed = self._saved_seed, None
+        return torch.initial_seed() if saved is None or saved[0] != cursor else saved[1]
+
+    def restore_seed(self, cursor: Cursor, private: Mapping[str, Any] | None) -> None:
+        """Takes over the initial seed of a saved ``Pass.private``, if it has one, for a pass from ``cursor``."""
+        seed = (private or {}).get(_INITIAL_SEED_KEY)
+        self._saved_seed = None if seed is None else (cursor, seed)
 
     @abstractmethod
     def length(self, cursor: Cursor) -> int | None:
@@ -230,7 +257,7 @@ class Source(ABC):
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         """Takes over a saved ``record`` (for example its seed), so that the next pass may begin at ``cursor``.
 
-        ``private`` is the ``Step.private`` that was saved with it, or None. Raises ``DataStateError``, identically on
+        ``private`` is the ``Pass.private`` that was saved with it, or None. Raises ``DataStateError``, identically on
         every rank, if the position belongs to other data; the source is unchanged then.
         """
 

@@ -65,7 +65,7 @@ class DispatchPass(Pass):
         self._plan = plan
         self._end: Sender | Receiver | None = None
         self._notes: deque[tuple[int, StepFacts, Any]] = deque(maxlen=3)
-        self.length = plan.length
+        self.length, self.initial_seed = plan.length, None if plan.base is None else plan.base.initial_seed
         self.batches = self._alone() if plan.peers is None else self._together(plan.peers)
 
     def _alone(self) -> Iterator[Any]:

@@ -29,6 +29,7 @@ class EpochPlan:
         pool: reads the streams of this rank.
         lockstep: gives ranks with streams of their own equally many steps; None: ranks know nothing of each other.
         length: see ``Pass.length``.
+        initial_seed: see ``Pass.initial_seed``.
         dropped: batches that are read from ``begun`` on and not delivered, so that the first one is that at ``cursor``.
         opened: called with the first batch that was read.
         looked_at: called with each position that the loader looks at.
@@ -44,6 +45,7 @@ class EpochPlan:
     length: int | None
     opened: Callable[[Delivered], None]
     looked_at: Callable[[StreamPosition], None]
+    initial_seed: int | None = None
     dropped: int = 0
 
 
@@ -52,7 +54,7 @@ class StreamEpoch(Pass):
     """One pass over a stream, from a plan."""
 
     def __init__(self, plan: EpochPlan) -> None:
-        self.length = plan.length
+        self.length, self.initial_seed = plan.length, plan.initial_seed
         self._plan, self._pool = plan, plan.pool
         start, workers = plan.start, max(plan.readers.workers, 1)
         # Of this rank's streams, by worker.
@@ -99,7 +101,7 @@ class StreamEpoch(Pass):
         lockstep = self._plan.lockstep
         plan, stride, first, total = self._plan, self._pool.stride, 1 - self._plan.dropped, 0
         shards, strided = plan.readers.shards, plan.strategy.strided
-        self._iterator = items = self._pool.open(plan.readers.index)
+        self._iterator = items = self._pool.open(plan.readers.index, plan.initial_seed)
         steps = alone(items) if lockstep is None else lockstep.run(items, self._pool.first_batch)
         for number, (item, is_new, facts) in enumerate(steps, first):
             if is_new:

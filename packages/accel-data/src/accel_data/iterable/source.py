@@ -99,6 +99,7 @@ class StreamSource(Source):
             pool=self._pool,
             lockstep=self._lockstep if exchanges else None,
             length=length,
+            initial_seed=self.initial_seed(cursor) if self._readers.workers else None,
             dropped=0 if begun.skip is None else begun.skip[BATCHES_KEY],
             opened=self._opened,
             looked_at=self._looked_at,
@@ -206,6 +207,7 @@ class StreamSource(Source):
         position.check_skip(self._readers, self.total_batch_size)
         resume(position, self._readers)
         self._position, self._known = position, {}
+        self.restore_seed(cursor, private)
 
     def _opened(self, item: Delivered) -> None:
         """Takes over what only reading shows: whether the dataset divides itself among workers."""

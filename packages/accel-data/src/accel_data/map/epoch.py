@@ -24,6 +24,7 @@ class MapPlan:
         dataloader: iterates over ``indices``, which is its sampler.
         indices: the rank's index batches, whose index stream is set.
         generator: draws the workers' seeds.
+        initial_seed: see ``Pass.initial_seed``.
         trail: see ``Pass.trail``.
         closed: called when the pass is over.
     """
@@ -31,6 +32,7 @@ class MapPlan:
     dataloader: DataLoader[Any]
     indices: IndexBatches
     generator: torch.Generator
+    initial_seed: int | None = None
     trail: IndexTrail | None = None
     closed: Callable[[], None] | None = None
 
@@ -48,7 +50,7 @@ class MapPass(Pass):
     def __init__(self, plan: MapPlan) -> None:
         dataloader, indices = plan.dataloader, plan.indices
         assert indices.index_stream is not None
-        self.trail = plan.trail
+        self.trail, self.initial_seed = plan.trail, plan.initial_seed
         self._index_stream, self._indices, self._dataloader = indices.index_stream, indices, dataloader
         self._closed = plan.closed
         # A subclass may yield more or fewer batches than its sampler.

@@ -196,8 +196,9 @@ class MapSource(Source):
         replayed = self._enter_epoch(cursor.epoch)
         trail = None if self._check is None or self._order is not None else self._check.trail(cursor)
         self._batches.index_stream = self._index_stream(cursor, trail)
-        seeds = self._seeded(cursor.epoch)
-        self._last_pass = MapPass(MapPlan(self._readers(), self._batches, seeds, trail=trail, closed=replayed))
+        seed = self.initial_seed(cursor) if self.dataloader.num_workers else None
+        seeds = self._seeded(cursor.epoch, seed)
+        self._last_pass = MapPass(MapPlan(self._readers(), self._batches, seeds, seed, trail=trail, closed=replayed))
         return self._last_pass
 
     def _readers(self) -> DataLoader[Any]:
@@ -222,12 +223,11 @@ class MapSource(Source):
             self._order, self._basis = order_of(self._parts, self._options), Basis(sampler)
             self._measured = None
 
-    def _seeded(self, epoch: int) -> torch.Generator:
+    def _seeded(self, epoch: int, initial_seed: int | None) -> torch.Generator:
         """Returns the generator of the workers' seeds; seeded only if there are workers, because seeding takes time."""
         generator = self._generator = self._generator or torch.Generator()
-        workers = self.dataloader.num_workers
-        if workers:
-            base = derive_key(torch.initial_seed(), epoch, self._shard.index)
+        if initial_seed is not None:
+            base, workers = derive_key(initial_seed, epoch, self._shard.index), self.dataloader.num_workers
             generator.manual_seed(base)
             # Persistent workers have a copy of the dataset on which only they can call set_epoch.
             told = epoch if self.dataloader.persistent_workers and self._surroundings.dataset_listens else None
@@ -382,3 +382,4 @@ class MapSource(Source):
         self._begun = None if order is None else (cursor.epoch, order)
         self.seed = record.get(SEED_KEY, self.seed)
         self._sampler_pending = record.get(SAMPLER_KEY)
+        self.restore_seed(cursor, private)
