@@ -131,6 +131,22 @@ def test_extra_state_goes_by_the_module_that_has_it():
     assert other[0].count == 5
 
 
+def test_extra_state_is_taken_by_its_module_although_it_has_its_memory():
+    class Derived(nn.Linear):
+        scale = torch.ones(2)
+        largest = 0.0
+
+        def get_extra_state(self):
+            return self.scale
+
+        def set_extra_state(self, state):
+            self.scale, self.largest = state, float(state.max())
+
+    model = Derived(2, 2)
+    load_model_state(model, {**model_state(model), "_extra_state": model.scale})
+    assert model.largest == 1.0
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("trained", [0, 2])
 @pytest.mark.sampled(3)

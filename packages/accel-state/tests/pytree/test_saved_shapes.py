@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from accel_state.pytree.saved_shapes import is_packed, shape_text, shapes_differ
+from accel_state.pytree.saved_shapes import is_extra_state, is_packed, shape_text, shapes_differ
 
 NAME = "base.0.weight.quant_state.bitsandbytes__nf4"
 
@@ -38,6 +38,18 @@ def test_what_is_no_description_differs_and_says_so() -> None:
         assert shape_text(NAME, broken) == "no description of a 4-bit weight"
     assert shapes_differ(NAME, packed(), "text")
     assert shape_text(NAME, packed()) == "about a weight of shape (64, 32) in blocks of 64 nf4 numbers"
+
+
+def test_extra_states_have_no_shape_to_compare() -> None:
+    assert is_extra_state("_extra_state")
+    assert is_extra_state("norm._extra_state")
+    assert not is_extra_state("my_extra_state")
+    assert not shapes_differ("norm._extra_state", torch.ones(2), torch.ones(3))
+    assert not shapes_differ("norm._extra_state", torch.ones(2), {"a": 1})
+
+
+def test_what_is_no_tensor_is_named_by_its_type() -> None:
+    assert shape_text("weight", "text") == "a str"
 
 
 def test_other_tensors_are_compared_by_shape() -> None:

@@ -109,3 +109,40 @@ def test_whatever_a_model_has_comes_back(
     for state, scratch in rank_pool.run(loaded_by, reader[0], folder, narrow, ranks=reader[1]):
         assert state == saved
         assert scratch == [3.0, 3.0], "what is not persistent stays the loading model's own"
+
+
+class Versioned(nn.Linear):
+    """A module with something of its own in its state dict."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        ("v1", "v2"),
+        ("v1", None),
+        ({"name": "a", "scale": torch.ones(2)}, {}),
+        (torch.ones(3), torch.zeros(0)),
+        (None, torch.zeros(2)),
+    ],
+    ids=["texts", "text over none", "mapping", "other size", "none over tensor"],
+)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.sampled(6)
+def test_an_extra_state_is_whatever_its_module_makes_of_it(tmp_path: Path, saved: Any, here: Any, strict: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Versioned(saved))
+    accelerator.save_state(tmp_path / "one")
+    own = accelerator.unwrap_model(model)
+    own.extra = here
+    accelerator.load_state(tmp_path / "one", strict=strict)
+    assert repr(own.extra) == repr(saved)

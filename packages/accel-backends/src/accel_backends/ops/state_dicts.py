@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from accel_backends.ops.fqn import few, first_names, innermost, named_parameters, raw_prefixes
 from accel_backends.private import is_of_fsdp2, loads_as_torch_does, saves_as_torch_does, shard_of
 from accel_state.errors import CheckpointMismatchError, PrepareError
-from accel_state.pytree.saved_shapes import shape_text, shapes_differ
+from accel_state.pytree.saved_shapes import is_extra_state, shape_text, shapes_differ
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
@@ -91,8 +91,9 @@ def load_model_state(
         raise CheckpointMismatchError(f"state of another {type(model).__name__}: {few(misshapen)}")
     loaded = {raw: place(given[name], own[raw]) for raw, name in wanted.items() if name in given}
     if all(map(_loads_as_torch_does, model.modules())):
-        loaded = {raw: value for raw, value in loaded.items() if not _same_memory(value, own[raw])}
-        expanded = [raw for raw in loaded if _repeated_dims(own[raw])]
+        # An extra state is for its module to take, whatever its memory.
+        loaded = {raw: one for raw, one in loaded.items() if is_extra_state(raw) or not _same_memory(one, own[raw])}
+        expanded = [raw for raw in loaded if not is_extra_state(raw) and _repeated_dims(own[raw])]
         _load_expanded([(wanted[raw], own[raw], loaded.pop(raw)) for raw in expanded])
     if loaded:
         _load(model, loaded)

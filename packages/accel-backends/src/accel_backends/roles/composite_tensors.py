@@ -5,7 +5,7 @@ the name of the class under that of the tensor. Other attributes are not saved, 
 saved state is loaded into a model that has such tensors, because it was quantized in the same way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,16 +44,18 @@ def check_inner_tensors(
     """
     given = {aliases.get(key, key): value for key, value in saved.items()}
     kinds = [(name, one, given[name]) for name, one in own.items() if name in given]
+    composite = _composite(own)
+    either = composite | _composite(given)
     differ = [
         f"{name} is {_kind(there)} there and {_kind(here)} here"
         for name, here, there in kinds
-        if isinstance(here, str) != isinstance(there, str) or (isinstance(here, str) and here != there)
+        if name in either and (type(here) is not type(there) or here != there)
     ]
-    divided = tuple(f"{name}." for name, one in own.items() if isinstance(one, str))
+    inner = tuple(f"{name}." for name in composite)
     differ += [
         f"{name} is {there.dtype} there and {here.dtype} here"
         for name, here, there in kinds
-        if divided and name.startswith(divided) and here.dtype != there.dtype
+        if inner and name.startswith(inner) and here.dtype != there.dtype
     ]
     if differ:
         raise CheckpointMismatchError(
@@ -65,17 +67,30 @@ def check_inner_tensors(
 @torch.no_grad()
 def load_inner_tensors(own: Mapping[str, Any], saved: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
     """Copies saved inner tensors into those of ``own``; returns what is left of ``saved``."""
-    divided = {name for name, one in own.items() if isinstance(one, str)}
-    inner = tuple(f"{name}." for name in divided)
+    composite = _composite(own)
+    inner = tuple(f"{name}." for name in composite)
     left: dict[str, Any] = {}
     for key, value in saved.items():
         name = aliases.get(key, key)
         if inner and name.startswith(inner):
             if name in own:
                 own[name].copy_(value)
-        elif name not in divided:
+        elif name not in composite:
             left[key] = value
     return left
+
+
+def _composite(state: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the tensors that consist of others; other text (an extra state) has nothing below its name."""
+    texts = {name for name, one in state.items() if isinstance(one, str)}
+    return frozenset(name for key in (state if texts else ()) for name in _above(key) if name in texts)
+
+
+def _above(key: str) -> Iterator[str]:
+    """The names of which ``key`` may be an inner tensor: ``a.b`` and ``a`` for ``a.b.c``."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 def _kind(value: Any) -> str:
