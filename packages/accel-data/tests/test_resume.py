@@ -827,32 +827,6 @@ def in_the_middle(loader):
 def test_a_dataset_of_another_length_is_refused_inside_an_epoch_and_named_at_its_start(size):
     with pytest.raises(DataStateError, match=f"dataset of 24 samples, this one has {size}.* set_epoch"):
         loader_of(size).load_state_dict(in_the_middle(loader_of(24)))
-@pytest.mark.parametrize("whole_batches", [False, True], ids=["sampler", "batch sampler"])
-@pytest.mark.parametrize("chosen", ["loader before", "loader", "skipped", "sampler before", "sampler"])
-def test_batches_are_skipped_in_the_epoch_that_is_chosen(whole_batches, chosen):
-    def make():
-        sampler = DistributedSampler(range(24), 1, 0, seed=3)
-        return loader_of(
-            **{"batch_size": 1, "batch_sampler": InBatches(sampler)} if whole_batches else {"sampler": sampler}
-        )
-
-    loader, whole = make(), make()
-    whole.set_epoch(3)
-    expected, following = list(whole), list(whole)
-    if chosen == "loader before":
-        loader.set_epoch(3)
-    if chosen == "sampler before":
-        loader.batch_sampler.sampler.set_epoch(3)
-    skipped = skip_first_batches(loader, 2)
-    if chosen in ("loader", "skipped"):
-        {"loader": loader, "skipped": skipped}[chosen].set_epoch(3)
-    if chosen == "sampler":
-        loader.batch_sampler.sampler.set_epoch(3)
-    assert len(skipped) == len(expected) - 2
-    assert list(skipped) == expected[2:]
-    assert list(skipped) == following
-
-
     other = loader_of(size)
     with pytest.warns(RuntimeWarning, match=f"24 samples, this one has {size}; epoch 3 begins with this one"):
         other.load_state_dict({**loader_of(24).state_dict(), "epoch": 3})
