@@ -142,6 +142,10 @@ class ReplicatedGradients:
         """
         return {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
 
+    def outside_grad(self, model: nn.Module) -> bool:
+        """Whether the model has gradients that are not in ``grad`` of its parameters. Default: False."""
+        return False
+
     def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Restores the gradients that ``unreduced`` returned, or any gradients with the same mean over ranks.
 

@@ -143,6 +143,11 @@ class ZeroGradients(ReplicatedGradients):
         gradients = self._of(model)
         return {} if gradients is None or not gradients.filled else gradients.held(named_parameters(gradients.engine))
 
+    def outside_grad(self, model: nn.Module) -> bool:
+        """Whether losses since the last step have given the engine gradients."""
+        gradients = self._of(model)
+        return gradients is not None and gradients.filled
+
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """As every backend; reduces unreduced gradients, and divides by the engine's own loss scale."""
         gradients = self._of(model)

@@ -13,9 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoints.gradients import (
     collected_gradients,
-    gradients_of_later_steps,
+    has_gradients_of_later_steps,
     restore_gradients,
-    some_nonzero,
     uncleared_optimizers,
 )
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
@@ -154,7 +153,7 @@ class Checkpointer:
                     about.update(self._described(notes))
                     parts, unstepped = self.train_state(), self._clock.unstepped and bool(self._prepared.optimizers)
                     state.update(parts.collect())
-                    gradients = some_nonzero(gradients_of_later_steps(self._prepared))
+                    gradients = has_gradients_of_later_steps(self._strategy.backend, self._prepared)
                     return SaveRequest(tuple(parts), asynchronous, bool(self._save_hooks), unstepped, gradients)
 
                 request, local = self._collect(collect, alone=alone)
@@ -204,6 +203,7 @@ class Checkpointer:
         reasons = {
             f"each rank holds a part only ({backend.name})": backend.capabilities.sharded,
             "a window is open": self._clock.open,
+            "a later step uses gradients": has_gradients_of_later_steps(backend, self._prepared),
             "each machine keeps a copy (save_on_each_node)": self._places.keeps_copies,
         }
         missing = self._quorum.missing_but_for(next((text for text, holds in reasons.items() if holds), None))

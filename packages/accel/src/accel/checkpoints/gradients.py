@@ -1,6 +1,6 @@
 """Gradients in a checkpoint: those of open windows with the weights of their losses, and those of later steps."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,9 +45,12 @@ def gradients_of_later_steps(prepared: "PreparedObjects") -> dict[str, dict[str,
     return _gradients(prepared, [one for one in prepared.optimizers if not one.uncleared])
 
 
-def some_nonzero(gradients: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-    """Whether a gradient among those of ``gradients_of_later_steps`` is not zero on this rank; waits for devices."""
-    return any(bool(local_of(one).any()) for of_model in gradients.values() for one in of_model.values())
+def has_gradients_of_later_steps(backend: "Backend", prepared: "PreparedObjects") -> bool:
+    """Whether a gradient that the next step of its optimizer uses is not zero on this rank; waits for devices."""
+    later = gradients_of_later_steps(prepared)
+    return any(map(backend.gradients.outside_grad, prepared.models)) or any(
+        bool(local_of(one).any()) for of_model in later.values() for one in of_model.values()
+    )
 
 
 def collected_gradients(
