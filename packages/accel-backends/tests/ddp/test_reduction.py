@@ -177,8 +177,9 @@ def test_no_sync_after_two_backwards_leaves_unused_parameters_without_a_gradient
 
 
 @pytest.mark.ranks(2)
-def test_after_a_backward_of_another_model_no_sync_keeps_the_gradients_of_this_rank(rank: int) -> None:
-    ddp, model, own, reference, other = prepared()
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find unused"])
+def test_after_a_backward_of_another_model_no_sync_keeps_the_gradients_of_this_rank(rank: int, unused: bool) -> None:
+    ddp, model, own, reference, other = prepared(find_unused_parameters=unused)
     unrelated = nn.Linear(WIDTH, 1).double()
     for number in range(3):
         for micro in range(2):

@@ -103,3 +103,22 @@ def test_a_refused_load_keeps_the_weights_of_the_window() -> None:
     undo()
     assert clock.weights() == before == {"": 3.0}
     assert list(clock.windows()) == [""]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+def test_resumed_ranks_without_a_further_backward_step_with_the_gradients_that_were_saved(
+    tmp_path: Path, rank: int, strategy: str
+) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False, dtype=torch.float64))
+    nn.init.zeros_(model[0].weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 1), 6.0 + 4 * rank, dtype=torch.float64)).sum())
+    accelerator.load_state(accelerator.save_state(tmp_path / "open"))
+    with accelerator.accumulate(model):
+        optimizer.step()
+    with accelerator.full_parameters(model):
+        assert float(accelerator.unwrap_model(model)[0].weight) == -4.0
+    accelerator.end_training()

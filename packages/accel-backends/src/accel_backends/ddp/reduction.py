@@ -97,15 +97,17 @@ class Reduction:
     def settle(self) -> None:
         """Ends the preparation of a backward that reached no parameter, because the next one is under ``no_sync``.
 
-        Otherwise the reducer would reduce the gradients of that one. With ``find_unused_parameters`` they are reduced
-        nevertheless, because gradients of -0.0 would count as used.
+        Otherwise the reducer would reduce the gradients of that one. With ``find_unused_parameters`` it would also
+        count all parameters as unused in the first of its gradients, and raise an error at the second; gradients of
+        -0.0 would count as used.
         """
         model = self._model()
         if model is None or self._marks is None or model.require_forward_param_sync is True:
             return
-        if model.find_unused_parameters:
-            return
         self._marks = None
+        if model.find_unused_parameters:
+            model.reducer._reset_state()
+            return
         without = [parameter for parameter in self._expected if parameter.grad is None]
         self._add_nothing(self._expected)
         if without:

@@ -110,12 +110,26 @@ def _full(unit: _Unit) -> torch.Tensor | None:
     unit.handle._reset_flat_param_grad_info_if_needed()  # zero_grad has cleared the original parameters only
     reduced: torch.Tensor | None = getattr(unit.flat, "_saved_grad_shard", None)
     added: torch.Tensor | None = unit.flat.grad
+    if reduced is None and added is None:
+        reduced = _set_on_parameters(unit)
     if added is not None and added.shape != unit.flat._unpadded_unsharded_size:
         reduced, added = added, None
     gathered = _gathered(unit, reduced)
     if added is None or gathered is None:
         return gathered if added is None else added
     return added + gathered  # in the wider dtype of both
+
+
+def _set_on_parameters(unit: _Unit) -> torch.Tensor | None:
+    """Returns this rank's shard of gradients that a load has set, and no backward has added to; None without one."""
+    infos = zip(unit.flat._params, unit.flat._shard_param_infos, strict=True)
+    held = [(parameter.grad, info) for parameter, info in infos if info.in_shard and parameter.grad is not None]
+    if not held:
+        return None
+    shard = torch.zeros_like(unit.flat._local_shard)
+    for gradient, info in held:
+        shard[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard] = gradient.flatten()
+    return shard
 
 
 def _gathered(unit: _Unit, piece: torch.Tensor | None) -> torch.Tensor | None:
