@@ -277,6 +277,48 @@ def test_map_style_data_is_dispatched_in_the_order_of_one_process(rank, workers)
     assert listed(other) == got[2:]
 
 
+class Rotating:
+    """A sampler whose state decides the order: each pass begins one index later."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter([(index + self.passes) % 8 for index in range(8)])
+
+    def __len__(self):
+        return 8
+
+    def state_dict(self):
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.passes = state["passes"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_state_of_a_sampler_behind_a_pass_is_saved_on_every_rank(rank, leaves):
+    def make():
+        loader = DataLoader([*range(8)], batch_size=2, sampler=Rotating())
+        return prepare_loader(loader, DataShard(rank, 2), options=LoaderOptions(dispatch_batches=True))
+
+    loader, resumed = make(), make()
+    for _ in loader:
+        if leaves:
+            loader.disclaim()  # nothing continues after it
+            break
+    state = loader.state_dict()
+    states = [None, None]
+    dist.all_gather_object(states, state)
+    assert states[0] == states[1]
+    following = listed(loader)
+    assert following[0] == [2 + 2 * rank, 3 + 2 * rank]
+    resumed.load_state_dict(state)
+    assert listed(resumed) == following
+    assert listed(resumed) == listed(loader)
+
+
 @pytest.mark.ranks(2)
 def test_a_custom_batch_sampler_is_dispatched_whole(rank):
     batches = [[0, 1, 2], [3], [4, 5]]

@@ -39,6 +39,7 @@ class DispatchPlan:
         blocks: buffers of messages.
         base: pass that this rank reads; None: this rank receives.
         steps: steps that ``base`` is divided into.
+        ending: returns, once ``base`` is read, what every rank needs to know of the base source behind the pass.
         looked_at: called with the record of each step that the loader looks at.
         left: called with this rank's end of the pipeline when the pass is over; returns whether nothing of it is under
             way.
@@ -53,6 +54,7 @@ class DispatchPlan:
     blocks: Blocks
     base: Pass | None
     steps: Iterator[Dispatched]
+    ending: Callable[[], dict[str, Json] | None]
     looked_at: Callable[[dict[str, Json]], None]
     left: Callable[[Sender | Receiver], bool]
 
@@ -100,7 +102,7 @@ class DispatchPass(Pass):
             end = Receiver(peers, plan.blocks, plan.tag)
         else:
             greeting = tuple(plan.start.cursor.state_dict().items())
-            end = Sender(peers, plan.steps, greeting, plan.blocks, plan.tag)
+            end = Sender(peers, plan.steps, greeting=greeting, ending=plan.ending, blocks=plan.blocks, tag=plan.tag)
         end.start()
         return end
 

@@ -43,7 +43,10 @@ class Dispatched(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Message between ranks: steps as ``(batch, shared, own)``, or the end of the pass."""
+    """Message between ranks: steps as ``(batch, shared, own)``, or the end of the pass, with ``DispatchThread.behind``.
+
+    Of a failure, the name and text of the error.
+    """
 
     kind: Literal["steps", "end", "left", "failed"]
     content: Any
@@ -94,10 +97,13 @@ class DispatchThread(ABC):
 
     The thread ends before the interpreter does, if the other ranks end the pass within ``_GOODBYE`` seconds. A thread
     that returned from a send or receive during finalization would abort the process.
+
+    Attributes:
+        behind: what the reading rank has sent with the end of the pass; None before it.
     """
 
     def __init__(self, name: str) -> None:
-        self.lane = DispatchPipeline()
+        self.lane, self.behind = DispatchPipeline(), None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.failure: BaseException | None = None
 
@@ -132,14 +138,21 @@ class Sender(DispatchThread):
     """
 
     def __init__(
-        self, peers: LoaderGroup, steps: Iterator[Dispatched], greeting: Any, blocks: Blocks, tag: int
+        self,
+        peers: LoaderGroup,
+        steps: Iterator[Dispatched],
+        *,
+        greeting: Any,
+        ending: Callable[[], Any],
+        blocks: Blocks,
+        tag: int,
     ) -> None:
-        """``greeting`` is included in every message; messages are built in ``blocks``.
+        """``greeting`` is included in every message, and what ``ending`` returns once all is read in the last one.
 
-        ``tag`` is unique to the pass, because nested passes use the same group.
+        Messages are built in ``blocks``. ``tag`` is unique to the pass, because nested passes use the same group.
         """
         super().__init__("accel-dispatch-send")
-        self._peers, self._steps, self._greeting, self._tag = peers, steps, greeting, tag
+        self._peers, self._steps, self._greeting, self._ending, self._tag = peers, steps, greeting, ending, tag
         self._blocks = blocks
         self._on_the_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
         self._gathered: list[Dispatched] = []
@@ -196,7 +209,8 @@ class Sender(DispatchThread):
             # Steps that were read before an error are sent before the error.
             with self._sending:
                 self._flush()
-        return Message("left" if self.lane.closed else "end", None)
+        self.behind = self._ending()
+        return Message("left" if self.lane.closed else "end", self.behind)
 
     def _add(self, step: Dispatched) -> bool:
         """Adds a step to the pending ones; sends them if they are large or awaited. False if this rank has left."""
@@ -274,6 +288,8 @@ class Receiver(DispatchThread):
             )
             while following is not None:
                 message, following = self._receive(*following)
+                if message.kind in ("end", "left"):
+                    self.behind = message.content
                 self.lane.put(message)
         except BaseException as error:
             self.failure = error

@@ -54,6 +54,7 @@ class DispatchSource(Source):
         self._peers: LoaderGroup | None = None
         self._leaving: Sender | Receiver | None = None
         self._record: dict[str, Json] | None = None
+        self._record_behind: dict[str, Json] | None = None
         self._dealt_with: dict[str, Json] = {}
         self._blocks = Blocks()
         self._passes = 0
@@ -68,7 +69,7 @@ class DispatchSource(Source):
         if self._leaving is not None and not self._leaving.close(None if self._peers is None else self._peers.patience):
             raise DataStateError("the pass before has not ended: some rank is still in the loop all others have left")
         self._leaving = None
-        self._record = None
+        self._record = self._record_behind = None
         self._passes += 1
         length, peers = self.length(cursor), self._peers
         base = self._base.begin(cursor) if peers is None or peers.rank == READER else None
@@ -83,6 +84,7 @@ class DispatchSource(Source):
             blocks=self._blocks,
             base=base,
             steps=iter(()) if base is None else self._steps(base, cursor),
+            ending=self._behind,
             looked_at=self._looked_at,
             left=self._left,
         )
@@ -132,15 +134,16 @@ class DispatchSource(Source):
         self._base.announce(epoch)
 
     def record(self, *, between: bool) -> dict[str, Json]:
-        """Returns rank 0's record of the pass that is being read, because only rank 0 has read the data."""
-        return self._base.record(between=between) if self._record is None else dict(self._record)
+        """Returns rank 0's record of the pass that is being read, or that has ended: only rank 0 has read the data."""
+        known = self._record_behind if between and self._record_behind is not None else self._record
+        return self._base.record(between=between) if known is None else dict(known)
 
     def adapted(self, record: Mapping[str, Json], cursor: Cursor) -> tuple[Mapping[str, Json], Cursor]:
         return self._base.adapted(record, cursor)
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         self._base.restore(record, cursor, private)
-        self._record = None
+        self._record = self._record_behind = None
 
     def undo(self) -> Callable[[], None]:
         own, base = super().undo(), self._base.undo()
@@ -179,6 +182,10 @@ class DispatchSource(Source):
             facts = StepFacts(step.cursor.samples, dealt.counts, dealt.rows, self._dealt_with)
             yield Dispatched(dealt.parts, facts, step.private)
 
+    def _behind(self) -> dict[str, Json] | None:
+        """Returns the record behind a pass; None: it follows from that of the last step."""
+        return self._base.record(between=True) if self._base.keeps_state else None
+
     def _looked_at(self, record: dict[str, Json]) -> None:
         self._record = record
 
@@ -186,4 +193,5 @@ class DispatchSource(Source):
         """Ends the threads of a pass; unfinished sends and receives continue in the background."""
         if not end.close():
             self._leaving = end
+        self._record_behind = end.behind
         return self._leaving is None
