@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 from accel.utils import set_seed
 from accel_ckpt import open_checkpoint
+from accel_ckpt.format.blocks import BLOCK
 from accel_state.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -506,11 +507,15 @@ def test_an_unwritable_folder_leaves_earlier_checkpoints_intact(tmp_path: Path) 
     accelerator.load_state(tmp_path / "good")
 
 
-def flip(folder: Path, name: str = "tensors-00000.safetensors") -> None:
-    """Flips a bit of the last byte of a file; a second time, back."""
+def flip(folder: Path, name: str = "tensors-00000.safetensors", place: int = -1) -> None:
+    """Flips a bit of a byte of a file, the last one by default; a second time, back."""
     content = bytearray((folder / name).read_bytes())
-    content[-1] ^= 1
+    content[place] ^= 1
     (folder / name).write_bytes(content)
+
+
+MANY = BLOCK // 8
+"""Outputs of a layer whose weights have a block of their own, so that no smaller state is verified with them."""
 
 
 @pytest.mark.ranks(2)
@@ -518,12 +523,12 @@ def flip(folder: Path, name: str = "tensors-00000.safetensors") -> None:
 def test_damage_raises_on_every_rank_and_another_load_makes_the_run_whole(
     tmp_path: Path, rank: int, strategy: str
 ) -> None:
-    saving, _, _ = touched(7, strategy=strategy)
+    saving, _, _ = touched(7, strategy=strategy, outputs=MANY)
     saving.save_state(tmp_path / "a")
     expected = copy.deepcopy(everything(saving))
     if rank == 0:
-        flip(tmp_path / "a")
-    loading, _, first = touched(3, strategy=strategy)
+        flip(tmp_path / "a", place=2 * BLOCK)
+    loading, _, first = touched(3, strategy=strategy, outputs=MANY)
     before = {name: copy.deepcopy(state) for name, state in everything(loading).items() if name not in LARGE}
     with pytest.raises(CheckpointCorruptError, match=r"tensors-00000.*; of the run, model, optimizer may hold a part"):
         loading.load_state(tmp_path / "a")
@@ -532,7 +537,7 @@ def test_damage_raises_on_every_rank_and_another_load_makes_the_run_whole(
     assert first.value == 3
     loading.wait_for_everyone()
     if rank == 0:
-        flip(tmp_path / "a")
+        flip(tmp_path / "a", place=2 * BLOCK)
     loading.wait_for_everyone()
     loading.load_state(tmp_path / "a")
     assert_untouched(expected, everything(loading))
@@ -586,8 +591,8 @@ def test_a_checkpoint_that_cannot_be_loaded_is_closed(tmp_path: Path, hooks: boo
 
 
 def test_without_an_intact_checkpoint_the_error_says_what_is_loaded_in_part(tmp_path: Path) -> None:
-    saving, _, _ = touched(7, folder=tmp_path)
-    flip(Path(saving.save_state()))
+    saving, _, _ = touched(7, folder=tmp_path, outputs=MANY)
+    flip(Path(saving.save_state()), place=2 * BLOCK)
     with pytest.raises(CheckpointError, match=r"no intact checkpoint .* model, optimizer may hold a part"):
         saving.load_state("latest")
     saving.end_training()  # what was logged holds it until the test is over
@@ -720,13 +725,19 @@ LARGE = ("model", "optimizer")
 
 
 def touched(
-    seed: int, *, other: str = "", refuses: bool = False, strategy: str | None = None, folder: Path | None = None
+    seed: int,
+    *,
+    other: str = "",
+    refuses: bool = False,
+    strategy: str | None = None,
+    folder: Path | None = None,
+    outputs: int = 2,
 ) -> tuple[Accelerator, list[object], Fussy]:
     """A run that has trained a little; ``other`` says in what it differs from the one that is saved."""
     torch.manual_seed(seed)
     series = None if folder is None else project(folder)
     accelerator = Accelerator(cpu=True, strategy=strategy, project_config=series)
-    model = nn.Linear(4, 2)
+    model = nn.Linear(4, outputs)
     optimizer = {
         "optimizer": lambda: torch.optim.SGD(model.parameters(), lr=0.1),
         "groups": lambda: torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias]}]),
@@ -790,6 +801,79 @@ def test_a_load_that_fails_on_one_rank_leaves_all_as_they_were(tmp_path: Path, r
     with pytest.raises((ValueError, CollectiveError), match="not this one"):
         loading.load_state(tmp_path / "a")
     assert_untouched(before, everything(loading))
+
+
+def test_a_part_that_cannot_be_put_back_is_named_and_the_others_are(tmp_path: Path) -> None:
+    class Once(Fussy):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if state["value"] == 3:
+                raise RuntimeError("too late")
+            super().load_state_dict(state)
+
+    accelerator = Accelerator(cpu=True)
+    objects = [Fussy(refuses=False), Once(refuses=False), Fussy(refuses=True)]
+    accelerator.register_for_checkpointing(*objects)
+    for one in objects:
+        one.value = 7
+    accelerator.save_state(tmp_path / "a")
+    for one in objects:
+        one.value = 3
+    with pytest.raises(ValueError, match="not this one") as caught:
+        accelerator.load_state(tmp_path / "a")
+    assert [one.value for one in objects] == [3, 7, 3]
+    assert "while custom_2 was loaded" in caught.value.__notes__
+    assert "custom_1 could not be put back as it was: RuntimeError: too late" in caught.value.__notes__
+
+
+@pytest.mark.ranks(2)
+def test_damage_of_one_ranks_random_state_is_found_by_all_before_anything_changes(tmp_path: Path, rank: int) -> None:
+    saving, _, _ = touched(7)
+    saving.save_state(tmp_path / "a")
+    if rank == 0:
+        flip(tmp_path / "a", "tensors-00001.safetensors")
+    loading, _, _ = touched(3)
+    loading.wait_for_everyone()
+    before, state = copy.deepcopy(everything(loading)), torch.get_rng_state()
+    with pytest.raises(CheckpointCorruptError, match="tensors-00001"):
+        loading.load_state(tmp_path / "a", parts=["model", "rng"])
+    assert_untouched(before, everything(loading))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Strange(torch.Tensor):
+    """A tensor of which no other can be made, so that ``copy.deepcopy`` refuses it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_a_registered_object_may_hold_tensors_that_torch_does_not_copy(tmp_path: Path) -> None:
+    accelerator, held = Accelerator(cpu=True), {"scale": torch.ones(3).as_subclass(Strange)}
+    last = Fussy(refuses=True)
+    accelerator.register_for_checkpointing(Holder(held), last)
+    last.value = 7
+    accelerator.save_state(tmp_path / "a")
+    last.value = 3
+    held["scale"].zero_()
+    with pytest.raises(ValueError, match="not this one"):
+        accelerator.load_state(tmp_path / "a")
+    assert type(held["scale"]) is Strange
+    assert held["scale"].as_subclass(torch.Tensor).tolist() == [0, 0, 0]
+    last.refuses = False
+    accelerator.load_state(tmp_path / "a")
+    assert held["scale"].tolist() == [1, 1, 1]
+
+
+class Holder:
+    """A registered object whose state is a dict of the caller."""
+
+    def __init__(self, held: dict[str, object]) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, object]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.held.update(state)
 
 
 # Places

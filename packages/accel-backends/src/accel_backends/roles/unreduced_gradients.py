@@ -43,32 +43,29 @@ def drop(backend: "Backend", models: Sequence[nn.Module]) -> None:
         backend.gradients.drop(model)
 
 
-def restore(
-    backend: "Backend",
-    models: Sequence[nn.Module],
-    read: Callable[[int], Mapping[str, Any] | None],
-    *,
-    saved_ranks: int,
-    rank: int,
-    world_size: int,
-) -> None:
-    """Restores unreduced gradients, so that the accumulation window continues where it was.
+def read(
+    of_rank: Callable[[int], Mapping[str, Any] | None], *, saved_ranks: int, rank: int, world_size: int
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the unreduced gradients that this rank continues with, by model position and parameter name.
 
-    ``read`` returns the gradients that one of the ``saved_ranks`` saved. If the number of ranks is the same, each rank
-    reads its own. Otherwise rank 0 takes the sum of all, scaled so that averaging over the new ranks equals averaging
-    over the old ones, and the other ranks start from zero. The window's result is the same either way.
+    ``of_rank`` returns the gradients that one of the ``saved_ranks`` saved. If the number of ranks is the same, each
+    rank takes its own. Otherwise rank 0 takes the sum of all, scaled so that averaging over the new ranks equals
+    averaging over the old ones, and the other ranks start from zero. The window's result is the same either way.
     """
     same = saved_ranks == world_size
-    sources = [rank] if same else range(saved_ranks) if rank == 0 else []
     totals: dict[str, dict[str, torch.Tensor]] = {}
-    for source in sources:
-        for position, share in (read(source) or {}).items():
+    for source in [rank] if same else range(saved_ranks) if rank == 0 else []:
+        for position, share in (of_rank(source) or {}).items():
             total = totals.setdefault(position, {})
             for name, gradient in share.items():
                 total[name] = total[name] + gradient if name in total else gradient
-    factor = 1.0 if same else world_size / saved_ranks
+    if same:
+        return totals
+    factor = world_size / saved_ranks
+    return {position: {name: one * factor for name, one in held.items()} for position, held in totals.items()}
+
+
+def restore(backend: "Backend", models: Sequence[nn.Module], held: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Sets the unreduced gradients that ``read`` returned, so that the accumulation window continues where it was."""
     for number, model in enumerate(models):
-        held = totals.get(str(number), {})
-        backend.gradients.set_unreduced(
-            model, held if same else {name: gradient * factor for name, gradient in held.items()}
-        )
+        backend.gradients.set_unreduced(model, dict(held.get(str(number), {})))

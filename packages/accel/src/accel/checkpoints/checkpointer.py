@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accel.checkpoints.gradients import (
-    collected_gradients,
-    has_gradients_of_later_steps,
-    restore_gradients,
-    uncleared_optimizers,
-)
+from accel.checkpoints.gradients import collected_gradients, has_gradients_of_later_steps, uncleared_optimizers
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
 from accel.checkpoints.requests import LoadRequest, SaveRequest
-from accel.checkpoints.restore import CLOCK, Restoration, restore_random_state
+from accel.checkpoints.restore import Restoration
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription
 from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_load_hooks, run_save_hooks
 from accel.checkpoints.train_state import (
@@ -287,16 +282,11 @@ class Checkpointer:
         allow_changed_data: bool | None = None,
     ) -> "Location":
         """See ``Accelerator.load_state``."""
-        strategy = self._strategy
         with self._log.checkpointing("loaded") as tell, _outside_inference_mode():
             self.wait()
             request = self._agreed_request(input_dir, strict, parts, allow_changed_data)
             options = request.options
             checkpoint, restoration = self._loaded(request)
-            if options.wants(RNG):
-                restore_random_state(checkpoint, strategy.backend)
-            if options.wants(CLOCK):
-                restore_gradients(checkpoint, strategy.session, strategy.backend, self._prepared, self._clock)
             if options.parts is None:
                 noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
                 for name, companion in self._side_states.items():
@@ -354,7 +344,7 @@ class Checkpointer:
                 failing.callback(checkpoint.close)
                 restoration = self._read(checkpoint, request, files)
                 try:
-                    restoration.apply()
+                    restoration.apply(self._strategy.backend, self._prepared, self._clock)
                 except CheckpointCorruptError as error:
                     damaged.append(str(error))
                     raise
@@ -399,7 +389,14 @@ class Checkpointer:
         in_place = options.strict and strategy.backend.capabilities.loads_in_place
         ranks = self._places.ranks()
         return Restoration.read(
-            checkpoint, parts, strategy.session, ranks, options=options, ignored=ignored, in_place=in_place
+            checkpoint,
+            parts,
+            strategy.session,
+            ranks,
+            backend=strategy.backend,
+            options=options,
+            ignored=ignored,
+            in_place=in_place,
         )
 
     # Both

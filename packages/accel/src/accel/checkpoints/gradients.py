@@ -1,6 +1,6 @@
 """Gradients in a checkpoint: those of open windows with the weights of their losses, and those of later steps."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,15 +8,13 @@ import torch
 from accel.checkpoints.train_state import SideState
 from accel_backends.ops.dtensor import local_of
 from accel_backends.ops.fqn import named_parameters
-from accel_backends.roles.unreduced_gradients import GRADIENTS, collect, drop, restore
+from accel_backends.roles.unreduced_gradients import GRADIENTS, collect
 
 if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
     from accel.optimizer import PreparedOptimizer
     from accel.prepared import PreparedObjects
     from accel_backends import Backend
-    from accel_ckpt import Checkpoint
-    from accel_state.session import Session
 
 WEIGHTS = "window_weights"
 """Name of this rank's weights in open windows."""
@@ -76,29 +74,11 @@ def collected_gradients(
     return found
 
 
-def restore_gradients(
-    checkpoint: "Checkpoint", session: "Session", backend: "Backend", prepared: "PreparedObjects", clock: "StepClock"
-) -> None:
-    """Restores what ``collected_gradients`` returned, and drops gradients that this run has accumulated itself.
-
-    Collective: every rank of the group must call this.
-    """
-    if GRADIENTS in checkpoint.local_names(0):
-        restore(
-            backend,
-            prepared.models,
-            lambda source: checkpoint.read_local(GRADIENTS, source),
-            saved_ranks=checkpoint.world_size,
-            rank=session.rank,
-            world_size=session.world_size,
-        )
-        clock.load_weights(_weights(checkpoint, session))
-    else:
-        drop(backend, prepared.models)
-    if zeros := _zeros(checkpoint, session):
-        for position, of_model in _owned(prepared, prepared.optimizers).items():
-            for name in zeros.get(position, set()) & of_model.keys():
-                of_model[name].grad = torch.zeros_like(of_model[name])
+def set_zeros(prepared: "PreparedObjects", names: Mapping[str, Collection[str]]) -> None:
+    """Sets gradients to zero, of parameters by the model's position and the FQN, where an optimizer has them."""
+    for position, of_model in _owned(prepared, prepared.optimizers).items() if names else ():
+        for name in of_model.keys() & set(names.get(position, ())):
+            of_model[name].grad = torch.zeros_like(of_model[name])
 
 
 def _owned(
@@ -123,24 +103,3 @@ def _gradients(
         for position, owned in _owned(prepared, optimizers).items()
         if (found := {name: one.grad for name, one in owned.items() if one.grad is not None})
     }
-
-
-def _zeros(checkpoint: "Checkpoint", session: "Session") -> dict[str, set[str]]:
-    """Names of parameters with gradients that are zero: this rank's; on another number of ranks, those of all ranks."""
-    same = checkpoint.world_size == session.world_size
-    names: dict[str, set[str]] = {}
-    for source in [session.rank] if same else range(checkpoint.world_size):
-        for position, own in (checkpoint.read_local(ZEROS, source) or {}).items():
-            names.setdefault(position, set()).update(own)
-    return names
-
-
-def _weights(checkpoint: "Checkpoint", session: "Session") -> dict[str, float]:
-    """Weights of this rank in open windows; on another number of ranks, as the gradients, rank 0 takes the sum."""
-    same = checkpoint.world_size == session.world_size
-    totals: dict[str, float] = {}
-    for source in [session.rank] if same else range(checkpoint.world_size):
-        found: Any = checkpoint.read_local(WEIGHTS, source)
-        for text, weight in (found or {}).items():
-            totals[text] = totals.get(text, 0.0) + weight
-    return totals if same or session.rank == 0 else dict.fromkeys(totals, 0.0)

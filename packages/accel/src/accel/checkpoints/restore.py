@@ -5,14 +5,13 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, check_parts
-from accel.checkpoints.run_facts import SEED_KEY, RunDescription
+from accel.checkpoints.rank_states import CLOCK, RankStates
+from accel.checkpoints.run_facts import RunDescription
 from accel.checkpoints.train_state import LoaderState, Stateful, TrainState
 from accel.loop.accumulator import StepClock
 from accel_backends.ops.dtensor import sharded_like
@@ -21,6 +20,7 @@ from accel_backends.roles.saved_state_check import PartReport, check_keys
 from accel_state.pytree.saved_shapes import is_packed
 
 if TYPE_CHECKING:
+    from accel.prepared import PreparedObjects
     from accel_backends import Backend
     from accel_ckpt import Checkpoint
     from accel_ckpt.loading.cooperative_read import RankReads
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-CLOCK = "clock"
-"""Name of the part that counts micro-steps; the gradients of an open window go with it."""
+Undo = tuple[str, Callable[[], Any]]
+"""Name of a part, and a function that puts it back as it was before it was loaded."""
 
 
 @final
@@ -51,6 +51,7 @@ class Restoration:
     small: Mapping[str, tuple[Stateful, Any]]
     own: Mapping[str, Any]
     """States of ``large`` that this rank saved as its own, since they were not like the first rank's."""
+    rank_states: RankStates
     options: LoadOptions
     reports: Mapping[str, PartReport]
     kept: tuple[str, ...]
@@ -64,6 +65,7 @@ class Restoration:
         session: "Session",
         ranks: "Ranks",
         *,
+        backend: "Backend",
         options: LoadOptions,
         ignored: Collection[str],
         in_place: bool,
@@ -79,7 +81,6 @@ class Restoration:
             CheckpointCorruptError: it is damaged; on all ranks.
         """
         from accel_ckpt.rank_group import RankGroup
-        from accel_state.errors import CheckpointError
 
         peers = RankGroup.of(ranks)
 
@@ -90,6 +91,7 @@ class Restoration:
         planned: list[PlannedFetch] = []
         small: dict[str, tuple[Stateful, Any]] = {}
         own: dict[str, Any] = {}
+        rank_states: list[RankStates] = []
         reports = {name: PartReport() for name in [*wanted, RNG] if options.wants(name)}
         verify = options.parts is None
 
@@ -102,9 +104,7 @@ class Restoration:
                 if (mine := _own(checkpoint, name, session)) is not None:
                     own[name] = mine
                 places[name] = part.placement() if isinstance(part, OptimizerState) else None
-            saved_here = session.rank < checkpoint.world_size and options.wants(RNG)
-            if saved_here and RNG not in checkpoint.local_names(session.rank):
-                raise CheckpointError(f"{checkpoint.path} holds no random state of rank {session.rank}, which saved it")
+            rank_states.append(RankStates.read(checkpoint, session, backend, options))
             for name, one in wanted.items():
                 if name not in large:
                     small[name] = (one, _read(checkpoint, name, one, session))
@@ -114,17 +114,18 @@ class Restoration:
         rank_reads = _agreed(compare, peers)
         fetch = partial(_fetched, planned[0], rank_reads, peers)
         kept = tuple(name for name in [*parts, RNG] if name not in reports)
-        restoration = cls(checkpoint, session, peers, large, fetch, small, own, options, reports, kept)
+        restoration = cls(checkpoint, session, peers, large, fetch, small, own, rank_states[0], options, reports, kept)
         if in_place:
             return restoration
         fetched = fetch()
         return replace(restoration, fetch=lambda: fetched)
 
-    def apply(self) -> None:
+    def apply(self, backend: "Backend", prepared: "PreparedObjects", clock: StepClock) -> None:
         """Loads all parts. Collective.
 
         First those that can refuse only when they are loaded (loaders, objects of the user), then models and
-        optimizers, which were compared. If any part fails, on any rank, the former are put back on all.
+        optimizers, which were compared, and the states of this rank. If any part fails, on any rank, the first are put
+        back on all.
 
         Raises:
             CheckpointCorruptError: a block is damaged; models and optimizers, which it names, hold a part of the
@@ -134,20 +135,27 @@ class Restoration:
         from accel_state.errors import CheckpointCorruptError
 
         undo = _load_small(self.small, self.session)
+        restore = partial(self.rank_states.restore, self.checkpoint, backend, prepared, clock)
         try:
             values = self.fetch()
+            undo.append((RNG, self.rank_states.undo()))
 
             def load() -> None:
                 for name, part in self.large.items():
                     common = values[name]()
                     part.load_state_dict(self.own.get(name, common))
+                if self.rank_states.gradients is None:
+                    restore()
 
             _agreed(load, self.peers)
+            if self.rank_states.gradients is not None:  # set by collectives, which a rank that has failed would miss
+                _agreed(restore, self.peers)
         except CheckpointCorruptError as error:
-            _put_back(undo)
-            raise CheckpointCorruptError(f"{error}; {self._in_parts()}") from error
+            corrupt = CheckpointCorruptError(f"{error}; {self._in_parts()}")
+            _put_back(undo, corrupt)
+            raise corrupt from error
         except Exception as error:
-            _put_back(undo)
+            _put_back(undo, error)
             error.add_note(self._in_parts())
             raise
 
@@ -217,55 +225,33 @@ def _compare_names(checkpoint: "Checkpoint", parts: TrainState, options: LoadOpt
         parts.check_names([name for name in checkpoint.names if name not in ignored], ignored=ignored)
 
 
-def restore_random_state(checkpoint: "Checkpoint", backend: "Backend") -> None:
-    """This rank's, or that of the first rank which drops out of the same; where none was saved, one derived from the
-    run's seed.
-    """
-    from accel_state import rng
-
-    rank = backend.layout.rng_seed_rank
-    own = checkpoint.read_local(RNG, rank) if rank < checkpoint.world_size else None
-    if own is not None:
-        if "numpy" in own and find_spec("numpy") is not None:
-            import_module("numpy")  # else a generator that nobody here has used yet would count as foreign
-        left = rng.set_rng_state(own, strict=False)
-        if left:
-            _LOG.warning(
-                "%s: the random state of %s is not restored: the saving process had another kind of device or did "
-                "not use it",
-                checkpoint.path,
-                ", ".join(left),
-            )
-    else:
-        rng.set_seed(rng.derive_seed(int(checkpoint.metadata[SEED_KEY]), rank))
-
-
-def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> list[Callable[[], Any]]:
-    """Loads all of ``parts``, or none; returns the functions that undo the load, one for each part.
+def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -> "list[Undo]":
+    """Loads all of ``parts``, or none; returns the functions that undo the load, one for each part, with its name.
 
     Collective: every rank of the group must call this.
     """
     from accel_state.collectives.objects import agree
 
-    undo: list[Callable[[], Any]] = []
+    undo: list[Undo] = []
     error: Exception | None = None
     try:
         for name, (part, state) in parts.items():
             if isinstance(part, LoaderState | StepClock):
-                undo.append(part.undo())
+                undo.append((name, part.undo()))
             else:
                 own = part.state_dict()
                 if name.startswith("scheduler"):
                     check_keys(name, own, state)
-                undo.append(partial(part.load_state_dict, _copy_of(own)))
+                undo.append((name, partial(part.load_state_dict, _copy_of(own))))
                 state = _sharded_as(own, state)
             part.load_state_dict(state)
     except Exception as caught:
+        caught.add_note(f"while {name} was loaded")
         error = caught
     try:
         agree(error, group=session.group)
-    except Exception:
-        _put_back(undo)
+    except Exception as failure:
+        _put_back(undo, failure)
         raise
     return undo
 
@@ -282,16 +268,34 @@ def _sharded_as(present: Any, saved: Any) -> Any:
 
 
 def _copy_of(state: Any) -> Any:
-    """A deep copy, also of tensors that an autograd graph computed, which torch refuses to copy."""
+    """A deep copy, also of tensors that torch refuses to copy."""
     from accel_ckpt.format.tree import leaves
 
-    computed = [one for one in leaves(state).values() if isinstance(one, torch.Tensor) and one.grad_fn is not None]
-    return copy.deepcopy(state, {id(tensor): tensor.detach().clone() for tensor in computed})
+    tensors = [one for one in leaves(state).values() if isinstance(one, torch.Tensor)]
+    special = [one for one in tensors if one.grad_fn is not None or type(one) is not torch.Tensor]
+    return copy.deepcopy(state, {id(tensor): _copy_of_tensor(tensor) for tensor in special})
 
 
-def _put_back(undo: Sequence[Callable[[], Any]]) -> None:
-    for one in undo:
-        one()
+@torch.no_grad()
+def _copy_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that an autograd graph computed, or of one of a subclass, which may lack ``new_empty``."""
+    if tensor.grad_fn is not None:
+        return tensor.detach().clone()
+    try:
+        return copy.deepcopy(tensor)
+    except (RuntimeError, NotImplementedError):
+        copied = tensor.detach().clone().as_subclass(type(tensor))
+        copied.__dict__.update(copy.deepcopy(tensor.__dict__))
+        return copied.requires_grad_(tensor.requires_grad)
+
+
+def _put_back(undo: "Sequence[Undo]", error: Exception) -> None:
+    """Undoes loads, the last one first; a part that cannot be put back is named in ``error``."""
+    for name, one in reversed(undo):
+        try:
+            one()
+        except Exception as caught:
+            error.add_note(f"{name} could not be put back as it was: {type(caught).__name__}: {caught}")
 
 
 def _own(checkpoint: "Checkpoint", name: str, session: "Session") -> Any | None:
