@@ -32,6 +32,7 @@ calls = {
     "reduction": lambda: accelerator.reduce(ones(2), "max" if odd else "sum"),
     "source": lambda: collectives.broadcast(ones(2), 1 if odd else 0),
     "objects": lambda: collectives.broadcast_object_list([0] * (3 if odd else 2)),
+    "names": lambda: accelerator.log({"b" if odd else "a": 1.0, "same": 2.0}, reduce="mean"),
     "operation": lambda: accelerator.wait_for_everyone() if odd else accelerator.gather(ones(2)),
 }
 try:
@@ -49,6 +50,7 @@ DESCRIBED = {
     "reduction": ("reduce(float32[2], sum)", "reduce(float32[2], max)"),
     "source": ("broadcast(float32[2], 0)", "broadcast(float32[2], 1)"),
     "objects": ("broadcast_object_list(2 objects, 0)", "broadcast_object_list(3 objects, 0)"),
+    "names": ("log(a, same)", "log(b, same)"),
     "operation": ("gather(float32[2])", "wait_for_everyone()"),
 }
 

@@ -293,3 +293,21 @@ def test_two_runs_of_a_project_are_two_in_tensorboard(tmp_path: Path) -> None:
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "project")).Reload()
     assert sorted(runs.Scalars(run, "loss")[0].value for run in runs.Runs()) == [1.0, 2.0]
     assert set(runs.Runs()) == {path.parent.name for path in tmp_path.glob("project/*/run.jsonl")}
+
+
+def test_tensorboard_draws_the_numbers_of_nested_values(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from accel import Accelerator
+
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    accelerator.log({"eval": {"loss": 0.5, "by_class": {"cat": 1.0}, "note": "text"}}, step=1)
+    accelerator.log({"loss": 0.25}, step=2)
+    accelerator.end_training()
+    (folder,) = (path.parent for path in tmp_path.glob("project/*/run.jsonl"))
+    for tag, place, value in [("loss", ".", 0.25), ("eval", "eval_loss", 0.5), ("eval", "eval_by_class/cat", 1.0)]:
+        events = EventAccumulator(str(folder / place))
+        events.Reload()
+        assert [event.value for event in events.Scalars(tag)] == [value]

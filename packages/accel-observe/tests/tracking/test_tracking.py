@@ -203,7 +203,53 @@ def test_the_first_pattern_that_fits_says_how_ranks_become_one(name: str, expect
     assert reduction_of(name, {"loss": "mean", "eval/*": "max", "tok*": "sum"}) == expected
 
 
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3), 3.0, np.float32(3.0)], ids=repr)
+def test_a_step_of_any_integer_type_is_saved_as_an_integer(tmp_path: Path, step: Any) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 0.5}, step=step)
+    assert json.loads(json.dumps(accelerator.state_dict_of_trackers()))["logged"] == {"loss": 3}
+    accelerator.end_training()
+    assert [row["step"] for row in rows_of(tmp_path)] == ["3"]
+
+
+@pytest.mark.parametrize("step", [2.5, "3", torch.tensor(0.5), float("nan")], ids=repr)
+def test_another_step_is_refused_where_it_is_logged(tmp_path: Path, step: Any) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p")
+    with pytest.raises(ConfigError, match=r"step is .*; expected an integer"):
+        accelerator.log({"loss": 0.5}, step=step)
+    with pytest.raises(ConfigError, match="expected values by name"):
+        accelerator.log(0.5, step=1)  # type: ignore[arg-type]
+    accelerator.end_training()
+
+
+def test_a_value_named_step_leaves_the_steps_alone(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 0.5, "step": 7.5}, step=1)
+    accelerator.log({"loss": 0.25, "step": 1}, step=2)
+    accelerator.log({"later": 1.0}, step=3)  # a new column writes all rows again
+    accelerator.end_training()
+    rows = [(row["step"], row["logged step"], row["loss"]) for row in rows_of(tmp_path)]
+    assert rows == [("1", "7.5", "0.5"), ("2", "1", "0.25"), ("3", "", "")]
+
+
 # ------------------------------------------------------------------------------------------------------- on two ranks
+
+
+@pytest.mark.ranks(2)
+def test_values_are_reduced_by_name_at_any_depth_and_texts_stay(rank: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p", reductions="mean")
+    values = {"a": 1.0 + rank, "b": 10.0 + rank, "eval": {"c": 5 + rank}, "text": f"of {rank}", "none": None}
+    accelerator.log(values if rank == 0 else dict(reversed(values.items())), step=1)
+    accelerator.end_training()
+    if rank == 0:
+        (row,) = rows_of(tmp_path)
+        assert row == {"step": "1", "a": "1.5", "b": "10.5", "eval/c": "5.5", "text": "of 0", "none": ""}
+    with pytest.raises(ConfigError, match="no reduction 3"):
+        accelerator.log({"a": 1.0}, reduce=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks(2)

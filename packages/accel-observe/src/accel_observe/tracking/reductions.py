@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, Literal, get_args
 
+from accel_observe.tracking.values import flatten
 from accel_state.errors import ConfigError
 from accel_state.session import Session
+from accel_state.watchdog.decorator import recorded
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 """Reduction of all ranks' values: mean, sum, maximum or minimum; ``last`` is the main process's own value."""
@@ -20,7 +23,7 @@ def check_reductions(reductions: Reductions) -> None:
     Raises:
         ConfigError: naming the word and the known reductions.
     """
-    words = [reductions] if isinstance(reductions, str) else list(reductions.values())
+    words = list(reductions.values()) if isinstance(reductions, Mapping) else [reductions]
     for word in words:
         if word not in get_args(Reduction):
             raise ConfigError(f"there is no reduction {word!r}; there are {', '.join(get_args(Reduction))}")
@@ -39,14 +42,28 @@ def reduction_of(name: str, reductions: Reductions) -> Reduction:
 def reduced(values: Mapping[str, Any], reductions: Reductions, session: Session) -> dict[str, Any]:
     """Reduces every number of ``values`` over ranks, in one all-reduce, or two if some are maxima or minima.
 
-    All ranks give the same names in the same order. A tensor of several elements counts as its mean.
+    All ranks give the same names, in any order; names of nested values are ``outer/inner``. A tensor or list of several
+    elements counts as its mean. Values that are no real numbers (texts) stay this rank's.
 
     Collective: every rank of the group must call this.
     """
+    flat = dict(flatten(values))
+    result = _reduced(flat, reductions, session)
+    return {name: _nested(name, value, result) for name, value in values.items()}
+
+
+def _nested(name: str, value: Any, flat: Mapping[str, Any]) -> Any:
+    """Returns the reduced values in the nesting of ``value``."""
+    if not isinstance(value, Mapping):
+        return flat[name]
+    return {inner: _nested(f"{name}/{inner}", one, flat) for inner, one in value.items()}
+
+
+def _reduced(values: Mapping[str, Any], reductions: Reductions, session: Session) -> dict[str, Any]:
     import torch
 
-    kinds = {name: reduction_of(name, reductions) for name in values}
-    chosen = [name for name, kind in kinds.items() if kind != "last" and not _is_global(values[name])]
+    kinds = {name: reduction_of(name, reductions) for name in sorted(values)}  # in one order on all ranks
+    chosen = [name for name, kind in kinds.items() if kind != "last" and _is_reduced(values[name])]
     if not chosen or session.world_size == 1:
         return dict(values)
     device = session.device.own_numbers
@@ -58,25 +75,37 @@ def reduced(values: Mapping[str, Any], reductions: Reductions, session: Session)
             continue
         sign = {name: -1.0 if kinds[name] == "min" else 1.0 for name in names}
         own = torch.stack([_scalar(values[name], wide, device) * sign[name] for name in names])
-        total = session.reduce(own, reduction=operation)
+        total = _over_ranks(names, own, operation, session)
         for position, name in enumerate(names):
             one = total[position] * sign[name]
             result[name] = one / session.world_size if kinds[name] == "mean" else one
     return result
 
 
-def _is_global(value: Any) -> bool:
+@recorded("log", lambda names, *_: ", ".join(names))
+def _over_ranks(names: list[str], own: Any, operation: str, session: Session) -> Any:
+    """Reduces the values of these names; the watchdog compares the names."""
+    return session.reduce(own, reduction=operation)
+
+
+def _is_reduced(value: Any) -> bool:
+    """Whether a value is a number, or numbers, of this rank alone."""
     import torch
 
     from accel_state.device.device import is_full
 
-    return isinstance(value, torch.Tensor) and is_full(value)
+    if isinstance(value, torch.Tensor):
+        return not (is_full(value) or value.is_complex())
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, Real) for item in value)
+    kind = getattr(getattr(value, "dtype", None), "kind", None)  # of an array, or a scalar of numpy
+    return isinstance(value, Real) if kind is None else kind in "biuf"
 
 
 def _scalar(value: Any, dtype: Any, device: Any) -> Any:
     import torch
 
-    if isinstance(value, int | float):  # filled by the device, because a copy from the host would wait for it
+    if isinstance(value, Real):  # filled by the device, because a copy from the host would wait for it
         return torch.full((), float(value), dtype=dtype, device=device)
     tensor = torch.as_tensor(value).detach().to(device=device, dtype=dtype)
     return tensor.mean() if tensor.numel() != 1 else tensor.reshape(())

@@ -14,6 +14,8 @@ from accel_observe.tracking.values import as_json, flatten
 
 TABLE, JOURNAL = "metrics.csv", "run.jsonl"
 STEP, OWN_ID = "step", "run_id"
+OWN_STEP = "logged step"
+"""Column of a logged value that is named ``step``, as the column of the steps is."""
 KIND, TIME, VALUES = "kind", "time", "values"
 _ENCODER = json.JSONEncoder(allow_nan=False)
 BEGUN, RESUMED, LOGGED, CONFIGURED, ENDED = "begun", "resumed", "logged", "configured", "ended"
@@ -68,7 +70,8 @@ class RunLogTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         assert self._table is not None
         flat = dict(flatten(values))
-        self._table.add(self._table.last + 1 if step is None else step, flat)
+        cells = {OWN_STEP if name == STEP else name: value for name, value in flat.items()}
+        self._table.add(self._table.last + 1 if step is None else step, cells)
         self.event(LOGGED, step=step, time=kwargs.get(TIME), values=flat)
 
     def event(self, kind: str, step: int | None = None, time: float | None = None, **facts: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from accel_observe.tracking.values import named_values, whole_step
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Trackers:
         reduce: "Reductions | None",
     ) -> None:
         """See ``Accelerator.log``."""
+        values, step = named_values(values), whole_step(step)
         reductions = self._reductions if reduce is None else reduce
         if reductions is not None and self._session.world_size > 1:
             from accel_observe.tracking.reductions import check_reductions, reduced
@@ -156,7 +158,7 @@ class Trackers:
         """See ``Accelerator.log_images``."""
         if self._log.tracking is not None:
             copies = {name: _copy(images) for name, images in values.items()}
-            self._log.tracking.call("log_images", copies, step, {}, log_kwargs or {})
+            self._log.tracking.call("log_images", copies, whole_step(step), {}, log_kwargs or {})
 
     def log_table(
         self,
@@ -173,7 +175,7 @@ class Trackers:
         if self._log.tracking is not None:
             given = {"columns": columns, "data": data, "dataframe": dataframe}
             kwargs = {name: value for name, value in given.items() if value is not None}
-            self._log.tracking.call("log_table", table_name, step, kwargs, log_kwargs or {})
+            self._log.tracking.call("log_table", table_name, whole_step(step), kwargs, log_kwargs or {})
 
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None) -> None:
         """See ``Accelerator.log_artifact``."""

@@ -5,12 +5,43 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from numbers import Integral, Real
+from operator import index
 from os import PathLike, fspath
 from typing import Any
 
 from accel_state.device.pinned import HostCopy
+from accel_state.errors import ConfigError
 
 _PLAIN = (float, int, str, bool, type(None))
+
+
+def named_values(values: Any) -> Mapping[str, Any]:
+    """Returns values by name; other names than text become text.
+
+    Raises:
+        ConfigError: ``values`` is not a mapping.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"log was given {values!r}, a {type(values).__name__}; expected values by name, like {{'loss': 0.5}}"
+        )
+    return values if all([type(name) is str for name in values]) else {str(name): one for name, one in values.items()}
+
+
+def whole_step(step: Any) -> int | None:
+    """Returns the step of logged values as an integer, also if it is one of numpy or torch, or a float like 3.0.
+
+    Raises:
+        ConfigError: it is no integer.
+    """
+    if step is None:
+        return None
+    try:
+        return index(step)
+    except TypeError:
+        if isinstance(step, Real) and float(step).is_integer():
+            return int(float(step))
+        raise ConfigError(f"step is {step!r}; expected an integer, or None to count calls") from None
 
 
 def snapshot(value: Any) -> Any:

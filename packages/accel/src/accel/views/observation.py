@@ -119,7 +119,9 @@ class ObservationViews(ABC):
 
     def log_event(self, kind: str, step: int | None = None, **facts: Any) -> None:
         """Records an event in the run log, for ``accel report``."""
-        self._log.event(kind, step, **facts)
+        from accel_observe.tracking.values import whole_step
+
+        self._log.event(kind, whole_step(step), **facts)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Returns the tracker ``name``, started; with ``unwrap`` its library's own object.

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 from accel_observe.tracking.services.run_object import RunTracker
-from accel_observe.tracking.values import as_json, image_of, pictures
+from accel_observe.tracking.values import as_json, flatten, image_of, pictures
 
 
 @final
@@ -40,7 +40,7 @@ class CometMLTracker(RunTracker):
             elif isinstance(value, str):
                 self.run.log_other(name, value, **kwargs)
             elif isinstance(value, dict):
-                self.run.log_metrics(value, step=step, **kwargs)
+                self.run.log_metrics(dict(flatten(value)), step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accel_observe.tracking.base import Continuation, GeneralTracker
-from accel_observe.tracking.values import as_json, flatten, pictures
+from accel_observe.tracking.values import as_json, flatten, numbers, pictures
 
 
 @final
@@ -79,7 +79,9 @@ class TensorBoardTracker(GeneralTracker):
             elif isinstance(value, str):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
-                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+                scalars = numbers(value)
+                if scalars:
+                    self.writer.add_scalars(name, scalars, global_step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         import numpy
