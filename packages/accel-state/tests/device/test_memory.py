@@ -55,6 +55,16 @@ def test_another_rule_of_reduction_is_used():
     assert train(20) == 20
 
 
+@pytest.mark.parametrize("size", [100, 128])
+def test_a_rule_that_does_not_reduce_is_an_error_and_no_endless_search(size):
+    @find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=lambda: size)
+    def train(batch_size):
+        full()
+
+    with pytest.raises(RuntimeError, match=f"reduce_batch_size_fn returned {size} after memory had run out at 100"):
+        train()
+
+
 def test_usable_without_arguments_and_keeps_the_name():
     @find_executable_batch_size
     def train(batch_size, extra=1):

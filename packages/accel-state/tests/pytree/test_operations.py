@@ -165,6 +165,41 @@ def test_a_defaultdict_keeps_its_factory():
     assert found["new"] == []
 
 
+class Named(dict):
+    """Its constructor takes another argument first."""
+
+    def __init__(self, name=None, **items):
+        super().__init__(**items)
+        if name is not None:
+            self.name = name
+
+
+class Attributes(dict):
+    """Its items are its attributes."""
+
+    def __init__(self, *args, **items):
+        super().__init__(*args, **items)
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize("data", [Named(a=1, b=2), Named("train", a=1, b=2), Attributes(a=1, b=2)], ids=repr)
+@pytest.mark.parametrize("apply", [map_leaves, recursively_apply, None], ids=["map", "apply", "unflatten"])
+def test_a_mapping_keeps_items_and_attributes(data, apply):
+    if apply is None:
+        leaves, structure = flatten(data)
+        found = unflatten([leaf + 1 for leaf in leaves], structure)
+    elif apply is map_leaves:
+        found = map_leaves(lambda leaf: leaf + 1, data)
+    else:
+        found = recursively_apply(lambda leaf: leaf + 1, data, test_type=lambda leaf: isinstance(leaf, int))
+    assert type(found) is type(data)
+    assert dict(found) == {"a": 2, "b": 3}
+    assert getattr(found, "name", None) == getattr(data, "name", None)
+    assert dict(data) == {"a": 1, "b": 2}
+    if isinstance(data, Attributes):
+        assert (found.a, data.a) == (2, 1)
+
+
 def test_a_dataclass_is_rebuilt_without_running_its_init():
     @dataclasses.dataclass
     class Once:

@@ -70,7 +70,7 @@ def find_executable_batch_size(
     Each process finds its own size: if all ranks need the same, reduce the sizes to their minimum and call again.
 
     Raises:
-        RuntimeError: no size down to 1 worked.
+        RuntimeError: no size down to 1 worked, or ``reduce_batch_size_fn`` returned no smaller one.
         TypeError: the caller passed the batch size itself.
     """
     if function is None:
@@ -94,7 +94,13 @@ def find_executable_batch_size(
                     raise
             # Outside the handler, because its traceback still refers to the tensors of the failed attempt.
             clear_device_cache(garbage_collection=True)
-            size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+            failed, size = size, int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+            if not size < failed:
+                given, size = size, starting_batch_size
+                raise RuntimeError(
+                    f"reduce_batch_size_fn returned {given!r} after memory had run out at {failed}; expected a smaller "
+                    "batch size, otherwise the search would not end"
+                )
         size = starting_batch_size
         raise RuntimeError("No executable batch size found, reached zero.")
 

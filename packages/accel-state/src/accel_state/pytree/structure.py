@@ -6,7 +6,7 @@ sets, modules and dataclass types.
 """
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeGuard, final
@@ -50,18 +50,30 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 def rebuild_mapping(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """Builds a mapping of ``data``'s type with ``values``, which has the same keys.
 
-    A type that cannot be constructed from a dict alone is copied and its items are set, which keeps its other
-    attributes (a ``defaultdict`` keeps its factory).
+    A ``dict`` with attributes that are not items, and a type that cannot be constructed from a dict alone, are copied
+    and their items are set, which keeps the attributes (a ``defaultdict`` keeps its factory).
     """
     cls = type(data)
     if cls is dict:
         return values
-    if isinstance(data, defaultdict):
+    if cls is OrderedDict:
+        return OrderedDict(values)
+    if isinstance(data, defaultdict) or _has_attributes(data):
         return _copy_with_items(data, values)
     try:
-        return cls(**values) if is_dataclass_instance(data) else cls(values)  # type: ignore[call-arg]
+        built = cls(**values) if is_dataclass_instance(data) else cls(values)  # type: ignore[call-arg]
     except TypeError:
         return _copy_with_items(data, values)
+    # a constructor may understand something else by its first argument
+    return built if built.keys() == values.keys() else _copy_with_items(data, values)
+
+
+def _has_attributes(data: Mapping[Any, Any]) -> bool:
+    """Whether a subclass of dict has attributes beside its items; items may be attributes too."""
+    own = getattr(data, "__dict__", None)
+    if not own or not isinstance(data, dict) or is_dataclass_instance(data):
+        return False
+    return not own.keys() <= data.keys()
 
 
 def _copy_with_items(data: Any, values: dict[Any, Any]) -> Any:
