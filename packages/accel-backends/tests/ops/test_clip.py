@@ -77,6 +77,14 @@ def test_a_norm_that_is_none_is_refused(norm_type):
         clip_grad_norm(with_gradients(), 1.0, norm_type)
 
 
+@pytest.mark.parametrize("limit", [-1.0, math.nan, None, "1"])
+def test_a_limit_that_is_no_number_from_zero_on_is_refused(limit):
+    with pytest.raises(BackendError, match=f"max_norm is {limit!r}; expected a number >= 0"):
+        clip_grad_norm(with_gradients(), limit)
+    with pytest.raises(BackendError, match=f"clip_value is {limit!r}; expected a number >= 0"):
+        clip_grad_value(with_gradients(), limit)
+
+
 def test_values_are_limited():
     ours, theirs = with_gradients(), with_gradients()
     clip_grad_value(ours, 0.7)
@@ -84,9 +92,18 @@ def test_values_are_limited():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours[:-1], theirs[:-1], strict=True))
 
 
-def test_a_negative_limit_is_refused():
-    with pytest.raises(BackendError, match="clip_value is -1"):
-        clip_grad_value(with_gradients(), -1.0)
+@pytest.mark.ranks(2)
+def test_the_norm_of_halves_is_finite_where_its_square_is_not(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.full((4, 4), 100.0, dtype=torch.float16)
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+    norm = clip_grad_norm([parameter], 1.0)
+    assert (norm.dtype, float(norm)) == (torch.float16, pytest.approx(400.0, rel=1e-3))
+    torch.testing.assert_close(parameter.grad.full_tensor(), whole / 400, rtol=1e-3, atol=0)
 
 
 @pytest.mark.ranks(2)

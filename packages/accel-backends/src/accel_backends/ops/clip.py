@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -46,9 +47,11 @@ def clip_grad_norm(
         A scalar on the device of the first gradient, 0 without gradients.
 
     Raises:
-        BackendError: a norm that is not positive, or a non-finite norm, with the names of the responsible parameters.
+        BackendError: a norm that is not positive, a limit that is no number >= 0, or a non-finite norm, with the names
+            of the responsible parameters.
     """
     check_norm_type(norm_type)
+    check_limit("max_norm", max_norm)
     listed = _listed(parameters)
     kept = [parameter for parameter in listed if parameter.grad is not None]
     gradients = _gradients(kept)
@@ -80,6 +83,16 @@ def check_norm_type(norm_type: float) -> None:
         raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
 
 
+def check_limit(name: str, limit: object) -> None:
+    """Checks that a limit of gradients is a number >= 0; a tensor is not read, which would wait for its device.
+
+    Raises:
+        BackendError: it is none; a negative limit would turn the gradients around.
+    """
+    if not (isinstance(limit, torch.Tensor) or (isinstance(limit, Real) and float(limit) >= 0.0)):
+        raise BackendError(f"{name} is {limit!r}; expected a number >= 0 (inf: no limit)")
+
+
 def check_norm(total: torch.Tensor, norm_type: float, culprits: Callable[[], str]) -> None:
     """Raises BackendError for a norm that is nan or infinite; synchronises with the device.
 
@@ -94,8 +107,7 @@ def check_norm(total: torch.Tensor, norm_type: float, culprits: Callable[[], str
 
 def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamps every element of the gradients to ``[-clip_value, clip_value]``, in place."""
-    if not clip_value >= 0.0:
-        raise BackendError(f"clip_value is {clip_value}; expected a number >= 0")
+    check_limit("clip_value", clip_value)
     with torch.no_grad():
         for group in _by_place(_gradients(_listed(parameters))).values():
             clamp(group, -clip_value, clip_value)
@@ -239,7 +251,8 @@ def _reducible(gradient: Any) -> tuple[Any, tuple[int, ...]]:
 def _over_mesh(norm: torch.Tensor, mesh: Any, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
     """Combines the norms of all ranks' shards, by an all-reduce on the mesh's device for each of ``dims``."""
     groups = [mesh.get_group(dim) for dim in dims]
-    return norm_over(groups, norm.to(mesh.device_type), norm_type).to(norm.device)
+    wide = norm.to(mesh.device_type, torch.promote_types(norm.dtype, torch.float32))  # powers of it overflow float16
+    return norm_over(groups, wide, norm_type).to(norm.device, norm.dtype)
 
 
 def norm_over(groups: Iterable[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -129,6 +129,9 @@ class TrainingStep:
         self, parameters: Any, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See ``Accelerator.clip_grad_norm_``."""
+        from accel_backends.ops.clip import check_limit
+
+        check_limit("max_norm", max_norm)
         backend = self.strategy.backend
         if not self.clock.due:
             return backend.gradients.norm_so_far(parameters, self.prepared.models, norm_type)
@@ -140,6 +143,9 @@ class TrainingStep:
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """See ``Accelerator.clip_grad_value_``."""
+        from accel_backends.ops.clip import check_limit
+
+        check_limit("clip_value", clip_value)
         if self.clock.due:
             self.clock.finish()
             backend = self.strategy.backend
