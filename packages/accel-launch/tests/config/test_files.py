@@ -254,7 +254,8 @@ def test_every_distributed_type_turns_on_what_it_names(kind: str, switch: str | 
         ("fp8_config:\n  opt_level: O2\n", (":2", "MS-AMP is not supported", "backend: AO")),
         ("mpirun_config:\n  mpirun_ccl: '4'\n", (":2", "CCL_WORKER_COUNT")),
         ("fp8_config:\n  backend: MSAMP\n", (":2", "fp8_backend", "ao, te")),
-        ("fsdp_config: [1]\n", (":1", "unknown key 'fsdp_config'")),
+        ("fsdp_config: [1]\n", (":1", "fsdp_config is [1]; expected its keys")),
+        ("deepspeed_config: ds.json\n", (":1", "deepspeed_config is 'ds.json'; expected its keys")),
     ],
 )
 def test_a_mistake_is_named_with_its_line_and_what_comes_nearest(

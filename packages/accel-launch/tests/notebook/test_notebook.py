@@ -245,6 +245,14 @@ def test_a_parcel_holds_functions_tensors_and_classes_of_this_interpreter(tmp_pa
     assert (back["object"].value, back["tensor"].tolist()) == (2, [1.0, 1.0])
 
 
+def test_a_path_among_the_import_paths_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    pack_call(tmp_path, len, ("ab",))
+    monkeypatch.setattr(sys, "path", sys.path[:-1])
+    function, args = unpack_call(tmp_path)
+    assert function(*args) == 2
+
+
 def test_a_prefix_is_filled_in_as_torchrun_does() -> None:
     env = {"RANK": "3", "LOCAL_RANK": "1"}
     assert prefix_of("[${role_name}${rank}|${local_rank}]: ", env) == "[default3|1]: "

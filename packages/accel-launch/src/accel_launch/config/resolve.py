@@ -194,6 +194,10 @@ def _meaning(entry: FileEntry, place: str) -> Mapping[str, object]:
         return {names[key]: entry.value}
     if not entry.section and key in accelerate_files.SECTIONS and entry.value in (None, {}, []):
         return {}  # an empty section
+    if not entry.section and key in accelerate_files.SECTIONS:
+        raise ConfigError(
+            f"{place}: {entry.key} is {entry.value!r}; expected its keys, each on an indented line below it"
+        )
     translated = accelerate_files.special(entry.section, key, entry.value, place)
     if translated is not None:
         return translated

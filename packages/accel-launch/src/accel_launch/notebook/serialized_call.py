@@ -27,7 +27,8 @@ def pack_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -
         LaunchError: cloudpickle is not installed, or the function refers to an object that cannot be pickled.
     """
     cloudpickle = require_cloudpickle()
-    (folder / _PATHS).write_text(json.dumps(sys.path))
+    # the import system, too, passes over entries that are no text, such as a Path
+    (folder / _PATHS).write_text(json.dumps([entry for entry in sys.path if isinstance(entry, str)]))
     with _whole(cloudpickle, function):
         try:
             data = dumps((function, tuple(args)))
