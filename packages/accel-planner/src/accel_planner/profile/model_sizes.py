@@ -17,6 +17,8 @@ Sizes = Mapping[str, tuple[int, bool]]
 """For each tensor by name: number of elements, and whether it is floating-point."""
 BITS: Mapping[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 """Dtypes of ``estimated``, and bits of an element in each."""
+_OF_A_CHECKPOINT = ("manifest.json", "tree.json")
+"""Files of every checkpoint of ``save_state``."""
 _TRAINED = ("float32", "float16", "bfloat16")
 
 
@@ -30,7 +32,7 @@ def sizes_of(model: str, library: str | None, trust: bool) -> tuple[str, Sizes]:
     if path.is_file() and path.suffix == ".safetensors":
         return path.name, _header(path)
     if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
+        files = _weight_files(path)
         if files:
             return path.name, {name: size for file in files for name, size in _header(file).items()}
         if (path / "config.json").is_file():
@@ -80,6 +82,35 @@ def described_module(model: str, trust: bool) -> Any:
     from accel_planner.profile.models import build
 
     return build(load_object(model, "the model")).model
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights: those of an index, ``model.safetensors`` alone, or all of the folder.
+
+    Folders of the Hub may hold the weights once more in another file, like ``consolidated.safetensors``.
+
+    Raises:
+        ConfigError: a file of the index is missing or the index is damaged, or the folder is a run's checkpoint, whose
+            files have the optimizer's tensors as well.
+    """
+    if all((folder / name).is_file() for name in _OF_A_CHECKPOINT):
+        raise ConfigError(
+            f"{folder} is the checkpoint of a run, which holds more than the model; write the model alone by accel "
+            f"merge-weights {folder} OUT, and name OUT"
+        )
+    alone, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if alone.is_file():
+        return [alone]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} cannot be read as an index of safetensors files: {error!r}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} of the {len(names)} files of its index: {', '.join(missing)}")
+    return [folder / name for name in names]
 
 
 def _module_sizes(module: Any) -> Sizes:
