@@ -229,6 +229,13 @@ def test_numbers_are_validated_in_each_of_several_equal_tensors(saved: Path, one
         accel_ckpt.open_checkpoint(saved)
 
 
+@pytest.mark.parametrize("metadata", [[1], {"$tuple": []}, {"$int": "0x5"}, "text", None])
+def test_metadata_without_names_are_refused(saved: Path, metadata: object) -> None:
+    reseal(saved, put("metadata", metadata))
+    with pytest.raises(CheckpointCorruptError, match="the metadata have no names"):
+        _ = accel_ckpt.open_checkpoint(saved).metadata
+
+
 def test_a_newer_format_is_refused_with_what_to_do(saved: Path) -> None:
     reseal(saved, put("version", manifests.VERSION + 1))
     with pytest.raises(CheckpointError, match="reads up to version 1: install a newer one"):

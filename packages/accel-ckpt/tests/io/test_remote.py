@@ -525,6 +525,12 @@ def test_a_url_that_was_made_a_path_is_refused() -> None:
         locate(Path("s3://bucket/key"))
 
 
+@pytest.mark.parametrize("text", ["s3://", "memory:///", "~nosuchuser/checkpoint"])
+def test_a_place_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"names no folder|the home of this user is unknown"):
+        locate(text)
+
+
 def test_an_unknown_protocol_names_the_nearest() -> None:
     with pytest.raises(CheckpointError, match=r"Protocol not known: memry; near it: memory"):
         open_checkpoint("memry://a/b")

@@ -27,6 +27,12 @@ def test_the_folder_of_a_series_or_a_project_names_its_checkpoints(project: Path
             open_checkpoint(folder)
 
 
+def test_a_link_to_a_checkpoint_counts(project: Path) -> None:
+    (project / "logs" / "best").symlink_to(project / "checkpoints" / "checkpoint_3")
+    with pytest.raises(CheckpointError, match="It holds the checkpoint best"):
+        open_checkpoint(project / "logs")
+
+
 def test_a_folder_without_checkpoints_holds_none(project: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not a complete checkpoint of this format$"):
         open_checkpoint(project / "logs")

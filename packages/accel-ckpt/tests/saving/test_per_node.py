@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import accel_ckpt
 from accel_ckpt import AsyncSaver, CheckpointDirectory, PerNode, keep_last, open_checkpoint
+from accel_ckpt.io.local import LocalStorage
 from accel_state.errors import CheckpointError
 from accel_testing.faults.faults import injected
 from accel_testing.pytest.logs import heard
@@ -106,6 +107,23 @@ def test_a_disk_that_fails_while_files_arrive_fails_the_save_on_all(tmp_path: Pa
     dist.barrier()
     assert os.listdir(series.path) == ["checkpoint_0"]
     assert check(series.save(state(2))) == 2
+
+
+@pytest.mark.ranks(4)
+def test_a_file_that_cannot_be_opened_to_be_sent_fails_the_save_on_all(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = of(rank)
+
+    def lost(storage: LocalStorage, file: Path) -> None:
+        raise CheckpointError(f"{file.name}: gone")
+
+    with monkeypatch.context() as patch:
+        if rank == 0:
+            patch.setattr(LocalStorage, "open", lost)
+        with pytest.raises(CheckpointError, match=r"gone|is not what rank 0 has written"):
+            accel_ckpt.save(disk(tmp_path, rank) / "one", state(1), group=nodes)
+    assert check(accel_ckpt.save(disk(tmp_path, rank) / "one", state(2), group=nodes)) == 2
 
 
 @pytest.mark.ranks(4)

@@ -181,6 +181,12 @@ def test_an_uninitialised_parameter_takes_what_was_saved(tmp_path: Path) -> None
     assert torch.equal(lazy.weight, made.weight)
 
 
+@pytest.mark.parametrize("given", [{"state": [1]}, {"state": None}, {"state": {}, "metadata": [1]}], ids=str)
+def test_what_has_no_names_is_refused(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(CheckpointError, match="expected values by name"):
+        accel_ckpt.save(tmp_path / "one", **given)
+
+
 def test_names_of_any_text_are_kept_apart(tmp_path: Path) -> None:
     names = ["a/b", "a~1b", "a@0", "../../etc", "", "ä", "a\nb", "$tensor"]
     tree = {name: torch.tensor(number) for number, name in enumerate(names)} | {

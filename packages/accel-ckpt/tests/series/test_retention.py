@@ -60,6 +60,13 @@ def test_keeping_nothing_is_refused(make: object, count: int) -> None:
         make(count)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("make", [keep_last, keep_every, lambda n: keep_best("loss", n)])
+@pytest.mark.parametrize("count", [2.5, "3", True])
+def test_a_number_that_is_not_whole_is_refused(make: object, count: object) -> None:
+    with pytest.raises(CheckpointError, match="expected a whole number, 1 or more"):
+        make(count)  # type: ignore[operator]
+
+
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(CheckpointError, match="mode='lowest'; expected 'min' or 'max'"):
         keep_best("loss", mode="lowest")  # type: ignore[arg-type]

@@ -30,6 +30,16 @@ def test_a_series_is_listed_with_what_is_damaged(series: CheckpointDirectory) ->
     assert "not sealed" in str(listed[1].problem)
 
 
+def test_a_checkpoint_that_was_moved_and_linked_is_listed(series: CheckpointDirectory, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    (series.path / "checkpoint_1").rename(moved)
+    (series.path / "checkpoint_1").symlink_to(moved)
+    (series.path / "checkpoint_7").symlink_to(tmp_path / "nowhere")
+    listed = list_checkpoints(series.path)
+    assert [(entry.number, entry.problem) for entry in listed][:3] == [(0, None), (1, None), (2, None)]
+    assert [entry.number for entry in listed[3:]] == [None], "the moved one under its own name"
+
+
 def test_checkpoints_with_names_of_their_own_are_listed_too(series: CheckpointDirectory) -> None:
     save(series.path / "epoch_1", {"model": {}})
     (series.path / "notes").mkdir()

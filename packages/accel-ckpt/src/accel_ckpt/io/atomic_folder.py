@@ -25,7 +25,7 @@ from accel_ckpt.io.storage import Location
 from accel_ckpt.saving.extra_files import check_names
 from accel_state.errors import CheckpointError
 
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(?P<kind>staging|lock|replaced)")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(?P<kind>staging|lock|replaced)", re.DOTALL)
 # A lock file is created just before its folder; a folder younger than this is left alone, as its lock may follow.
 YOUNG = 60.0
 # The file system's clock may be ahead of this machine's by this much (seconds).
@@ -115,7 +115,11 @@ class Staging:
             return self._path
         aside = self.target.parent / f".{self.target.name}.{self.id}.replaced"
         os.rename(self.target, aside)
-        os.rename(self._path, self.target)
+        try:
+            os.rename(self._path, self.target)
+        except OSError:
+            os.rename(aside, self.target)
+            raise
         return aside
 
     def _release(self) -> None:

@@ -55,7 +55,10 @@ class LocalStorage(Storage):
             raise CheckpointError(f"{error.filename}: cannot be written: {error.strerror}") from error
 
     def remove(self, place: Location) -> None:
-        _path(place).unlink(missing_ok=True)
+        try:
+            _path(place).unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{place}: cannot be removed: {error.strerror}") from error
 
     def stage(self, target: Location, *, overwrite: bool) -> Staging:
         return Staging(_path(target), overwrite=overwrite)
@@ -64,7 +67,10 @@ class LocalStorage(Storage):
         discard(_path(folder))
 
     def sweep(self, folder: Location, *, grace: float | None = None) -> list[Location]:
-        return [*(sweep(_path(folder)) if grace is None else sweep(_path(folder), grace))]
+        try:
+            return [*(sweep(_path(folder)) if grace is None else sweep(_path(folder), grace))]
+        except OSError as error:
+            raise CheckpointError(f"{folder}: leftovers cannot be removed: {error.strerror}") from error
 
 
 @contextmanager

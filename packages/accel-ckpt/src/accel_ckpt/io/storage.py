@@ -57,18 +57,23 @@ def locate(place: str | os.PathLike[str], *, base: Path | None = None) -> Locati
     A relative path is below ``base``; None: the working directory.
 
     Raises:
-        CheckpointError: ``place`` is none of them, is empty, holds a NUL character or one without an encoding, or
-            was a URL and became a path before, which drops one of its slashes.
+        CheckpointError: ``place`` is none of them, is empty, holds a NUL character or one without an encoding, is in
+            the home of an unknown user, or was a URL and became a path before, which drops one of its slashes.
     """
     if isinstance(place, Url):
         return place
     text = _text(place)
     scheme, separator, rest = text.partition("://")
     if separator and scheme not in _LOCAL_SCHEMES:
+        if not rest.strip("/"):
+            raise CheckpointError(f"{text!r} names no folder; expected one, like {f'{scheme}://bucket/checkpoint'!r}")
         return Url(text.rstrip("/"))
     if _SHORTENED.match(text) and not separator:
         raise CheckpointError(f"{text!r} was a URL before it became a path; give it as text")
-    path = Path(rest if separator else text).expanduser()
+    try:
+        path = Path(rest if separator else text).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{text!r}: the home of this user is unknown; nearest: {f'./{text}'!r}") from error
     return path.absolute() if base is None else base / path
 
 

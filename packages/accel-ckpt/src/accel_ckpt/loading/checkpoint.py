@@ -133,7 +133,9 @@ class Checkpoint:
     @property
     def metadata(self) -> dict[str, Any]:
         """JSON metadata of the save."""
-        metadata: dict[str, Any] = decode(self.manifest.metadata, _no_tensor)
+        metadata = decode(self.manifest.metadata, _no_tensor)
+        if not isinstance(metadata, dict):
+            raise CheckpointCorruptError(f"{MANIFEST}: the metadata have no names")
         return metadata
 
     @property

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 
 from accel_ckpt.io.storage import Location, is_folder, storage_of
+from accel_state.errors import CheckpointError
 
 _ACCELERATES = re.compile(r"random_states_\d+\.pkl|optimizer(_\d+)?\.bin|scheduler(_\d+)?\.bin|pytorch_model_fsdp_\d+")
 
@@ -32,5 +34,8 @@ def advice_on_series(folder: Location) -> str:
     numbered = sorted(
         (name for name in names if re.fullmatch(r"checkpoint_\d+", name)), key=lambda name: int(name[11:])
     )
-    found = ((name, advice(storage.listing(folder / name))) for name in reversed(numbered))
-    return next((f"; there is {name}{said}" for name, said in found if said), "")
+    for name in reversed(numbered):
+        with suppress(FileNotFoundError, CheckpointError):  # removed meanwhile, or not readable
+            if said := advice(storage.names(folder / name)):
+                return f"; there is {name}{said}"
+    return ""

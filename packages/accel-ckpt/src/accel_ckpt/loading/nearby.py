@@ -32,7 +32,8 @@ def below(storage: Storage, folder: Location) -> str:
 
 
 def _checkpoints(storage: Storage, folder: Location, *, levels: int) -> Iterator[str]:
-    folders = [name for name, size in storage.listing(folder).items() if size is None and not name.startswith(".")]
+    entries = storage.listing(folder).items()
+    folders = [name for name, size in entries if size in (None, -1) and not name.startswith(".")]  # or links to them
     for name in sorted(folders, key=lambda name: (len(name), name))[-_LOOKED_AT:]:
         with suppress(FileNotFoundError, CheckpointError):
             if MANIFEST in storage.listing(folder / name):

@@ -1,10 +1,10 @@
 """Full copies of a checkpoint on every machine: files that the ranks of a machine did not write are sent to it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any, final
 
-from accel_ckpt.format.blocks import BLOCK, Content, Digest, FileRecord
+from accel_ckpt.format.blocks import BLOCK, ByteSource, Content, Digest, FileRecord
 from accel_ckpt.format.tensors import byte_view
 from accel_ckpt.io.storage import Location, Storage
 from accel_ckpt.rank_group import RankGroup
@@ -47,11 +47,17 @@ def _send(peers: RankGroup, storage: Storage, place: Location, record: FileRecor
 
     buffer = torch.empty(min(BLOCK, record.size), dtype=torch.uint8, device="cpu")
     problem: CheckpointError | None = None
-    with closing(storage.open(place)) as source:
+    with ExitStack() as opened:
+        source: ByteSource | None = None
+        try:
+            source = opened.enter_context(closing(storage.open(place)))
+        except CheckpointError as error:
+            problem = error
         for begin in range(0, record.size, BLOCK):
             block = buffer[: record.size - begin]
             try:
-                source.read_into(begin, byte_view(block))
+                if source is not None:
+                    source.read_into(begin, byte_view(block))
             except CheckpointError as error:
                 problem = error
             for taker in takers:

@@ -101,6 +101,11 @@ def make_draft(
         CheckpointError: a value cannot be stored; names its path.
     """
     table, own = TensorTable(), TensorTable(f"{LOCAL}/{peers.rank:05d}/")
+    for what, given in (("state", state), ("local", local or {}), ("metadata", metadata or {})):
+        if not isinstance(given, Mapping):
+            raise CheckpointError(
+                f"{what} is a {type(given).__qualname__}; expected values by name, like {{'step': 7}}"
+            )
     for name in (*state, *(local or {})):
         if not isinstance(name, str) or not name:
             raise CheckpointError(f"{name!r} is no name of a state; expected a text that is not empty")

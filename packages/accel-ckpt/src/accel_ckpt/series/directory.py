@@ -16,7 +16,13 @@ from accel_ckpt.series.retention import Retention, SavedCheckpoint, keep_all, ke
 from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 _LOG = logging.getLogger(__name__)
-NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
+_NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
+
+
+def number_of(name: str) -> int | None:
+    """Returns the number in the name of a checkpoint of a series; None for other names."""
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 @final
@@ -209,8 +215,7 @@ class CheckpointDirectory:
             names = self._storage.names(self.path)
         except FileNotFoundError:
             return []
-        found = map(NUMBERED.fullmatch, names)
-        return sorted(int(match[1]) for match in found if match is not None)
+        return sorted(number for number in map(number_of, names) if number is not None)
 
     def _committed(self) -> list[int]:
         return [number for number in self._numbers() if self._has_manifest(self._place(number))]

@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, SupportsIndex, final
 
 from accel_state.errors import CheckpointError, ConfigError
 
@@ -42,6 +42,9 @@ class ProjectConfiguration:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
+        for name in ("iteration", "total_limit", "keep_best"):
+            if (value := getattr(self, name)) is not None:
+                _check_whole(name, value)
         self._check_best()
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigError(f"total_limit is {self.total_limit}; at least 1 checkpoint has to be kept (None: all)")
@@ -176,5 +179,11 @@ class ProjectCheckpoints:
 
 
 def _number(path: "Location") -> int | None:
-    prefix, _, number = path.name.rpartition("_")
-    return int(number) if prefix == "checkpoint" and number.isdigit() else None
+    from accel_ckpt.series.directory import number_of
+
+    return number_of(path.name)
+
+
+def _check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ConfigError(f"{name} is {value!r}; expected a whole number")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, SupportsIndex, final
 
 from accel_ckpt.io.storage import Location
 from accel_state.errors import CheckpointError
@@ -161,5 +161,7 @@ def _found(place: Any, name: str) -> Any:
 
 
 def _at_least_one(what: str, count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, SupportsIndex):
+        raise CheckpointError(f"{what}({count!r}): expected a whole number, 1 or more")
     if count < 1:
         raise CheckpointError(f"{what}({count}) would keep nothing; give 1 or more")

@@ -74,7 +74,7 @@ def _number(name: Any, value: Any) -> float:
     if isinstance(name, str) and name and not isinstance(value, str | bool):
         try:
             return float(value)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             pass
     raise ConfigError(
         f"save_state(metrics=...): {name!r} is {value!r:.100}; expected a number under a name, like {{'loss': 0.5}}"

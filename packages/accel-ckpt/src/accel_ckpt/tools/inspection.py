@@ -10,9 +10,9 @@ import torch
 
 from accel_ckpt.format.manifest import MANIFEST, TensorEntry
 from accel_ckpt.format.tree import leaves, show_path
-from accel_ckpt.io.storage import Location, is_folder, locate, storage_of
+from accel_ckpt.io.storage import Location, Storage, is_folder, locate, storage_of
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
-from accel_ckpt.series.directory import NUMBERED
+from accel_ckpt.series.directory import number_of
 from accel_state.errors import CheckpointError
 
 # Elements that are compared at a time: differences are computed in float64, up to 8 times as large.
@@ -92,10 +92,10 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
         raise CheckpointError(f"there is no folder {place}")
     listed = []
     for name, size in storage.listing(place).items():
-        match = NUMBERED.fullmatch(name)
-        hidden = name.startswith(".") or size is not None
-        if not hidden and (match or MANIFEST in storage.listing(place / name)):
-            listed.append(_list_one(int(match[1]) if match else None, place / name))
+        number = number_of(name)
+        is_numbered_folder = number is not None and size is None
+        if not name.startswith(".") and (is_numbered_folder or _has_manifest(storage, place / name, size)):
+            listed.append(_list_one(number, place / name))
     return sorted(listed, key=lambda one: (one.number is None, one.number or 0, one.created, one.path.name))
 
 
@@ -141,6 +141,14 @@ def compare_checkpoints(first: str | os.PathLike[str], second: str | os.PathLike
 class _StoredTensor:
     key: str
     entry: TensorEntry
+
+
+def _has_manifest(storage: Storage, place: Location, size: int | None) -> bool:
+    """Whether a folder, or a link to one, holds a manifest; ``size`` is that of its entry in ``Storage.listing``."""
+    try:
+        return size in (None, -1) and MANIFEST in storage.names(place)
+    except (FileNotFoundError, CheckpointError):
+        return False
 
 
 def _list_one(number: int | None, path: Location) -> ListedCheckpoint:
