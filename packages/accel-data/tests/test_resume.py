@@ -845,6 +845,20 @@ class Named(Dataset):
         return index
 
 
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_position_in_data_of_another_kind_is_refused_inside_an_epoch_only(swaps):
+    def streamed():
+        return prepare_loader(DataLoader(AugmentedStream(), 4, collate_fn=list), DataShard())
+
+    first, second = (loader_of(), streamed()) if swaps else (streamed(), loader_of())
+    state = in_the_middle(first)
+    with pytest.raises(DataStateError, match="Give each loader its own state"):
+        second.load_state_dict(state)
+    list(first)
+    second.load_state_dict(first.state_dict())
+    assert second.position == first.position == Cursor(2)
+
+
 def test_another_dataset_of_the_same_length_is_refused_by_its_fingerprint():
     first, second = (prepare_loader(DataLoader(Named(name)), DataShard(0, 1)) for name in ("a", "b"))
     with pytest.raises(DataStateError, match="fingerprint 'a', this one has 'b'"):

@@ -29,6 +29,8 @@ Json = Any
 """JSON values: dicts with string keys, lists, strings, numbers, booleans, None."""
 
 
+KIND_KEY = "kind"
+"""Key of a record: the kind of its source. The records of map-style data have none."""
 _INITIAL_SEED_KEY = "initial_seed"
 _FIXED = (
     "batch_size",

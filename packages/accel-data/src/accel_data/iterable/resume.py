@@ -8,11 +8,13 @@ from accel_data.iterable.capabilities import Mode
 from accel_data.iterable.reshard import ShardProgress
 from accel_data.iterable.worker import Snapshot, Start
 from accel_data.order.cursor import Cursor
-from accel_data.source import Json
+from accel_data.source import KIND_KEY, Json
 from accel_state.errors import DataStateError
 
-KIND_KEY, KIND = "kind", "stream"
+KIND = "stream"
 MODE_KEY, DIVIDED_KEY, LEVEL_KEY, PROGRESS_KEY, LENGTH_KEY = "mode", "splits_itself", "level", "left", "length"
+ORDER_KEY = "order"
+"""In the records of map-style data."""
 SHARDS_KEY, INDEX_KEY, WORKERS_KEY = "shards", "index", "workers"
 POSITIONS_KEY, SNAPSHOTS_KEY, TURN_KEY = "positions", "snapshots", "turn"
 SKIP_KEY, FROM_KEY, TO_KEY, BATCHES_KEY, ROWS_KEY = "skip", "from", "to", "batches", "rows"
@@ -101,6 +103,11 @@ class StreamPosition:
         if record.get(KIND_KEY, KIND) != KIND:
             kind = record[KIND_KEY]
             raise DataStateError(f"the state is of a {kind!r} loader; this loader reads an iterable dataset")
+        if cursor.samples and ORDER_KEY in record:
+            raise DataStateError(
+                f"the position is sample {cursor.samples} of map-style data, and an iterable dataset "
+                "has another order. Give each loader its own state, or resume at the start of an epoch"
+            )
         shards, workers, skip = record.get(SHARDS_KEY, 0), record.get(WORKERS_KEY, 0), record.get(SKIP_KEY)
         if skip is not None and skip[TO_KEY] == cursor.samples:
             cursor, skip = Cursor(cursor.epoch, skip[FROM_KEY]), {key: skip[key] for key in skip if key != FROM_KEY}

@@ -43,7 +43,7 @@ from accel_data.order.cursor import Cursor
 from accel_data.order.iterators import continuing, is_consumed_once
 from accel_data.order.orders import Epoch, Order
 from accel_data.private import copied
-from accel_data.source import Json, Source
+from accel_data.source import KIND_KEY, Json, Source
 from accel_state.errors import DataError, DataStateError
 
 SEED_KEY = "seed"
@@ -364,6 +364,11 @@ class MapSource(Source):
 
     def restore(self, record: Mapping[str, Json], cursor: Cursor, private: Mapping[str, Any] | None) -> None:
         """Checks that the saved position matches the current data and order, and takes over its seed."""
+        if cursor.samples and KIND_KEY in record:
+            raise DataStateError(
+                f"the position is sample {cursor.samples} of a {record[KIND_KEY]!r} loader, and this loader reads "
+                "map-style data in another order. Give each loader its own state, or resume at the start of an epoch"
+            )
         self._follow_sampler()
         check_dataset(self._facts(), record, cursor, warns=self._shard.index == 0)
         here = self._description()
