@@ -5,7 +5,7 @@ from itertools import zip_longest
 import pytest
 from torch.utils.data import DataLoader
 
-from accel_data import LoaderOptions, prepare_loader
+from accel_data import LoaderOptions, prepare_loader, skip_first_batches
 from accel_state.parallelism.config import DataShard
 
 SIZE, BATCH, RANKS = 40, 8, 4
@@ -80,3 +80,21 @@ def test_batches_of_other_sizes_than_the_sampler_promises_lose_nothing(sizes, ev
     assert all(part is not None for step in steps[:-1] for part in step)
     for loader in ranks:
         assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("sizes", [(5,), (1, 8, 8), (8, 3, 8, 2, 1, 1), (8, 8, 8, 8, 5, 3)])
+@pytest.mark.parametrize("skip", [1, 2, 3])
+def test_as_many_steps_are_skipped_as_a_pass_has(sizes, skip, even):
+    whole = steps_of(loaders(*sizes, even=even))
+    skipped = [skip_first_batches(loader, skip) for loader in loaders(*sizes, even=even)]
+    assert steps_of(skipped) == whole[skip:]
+
+
+def test_no_batch_is_skipped_inside_a_batch():
+    (loader, *_) = loaders(even=True)
+    loader.load_state_dict({**loader.state_dict(), "samples": 3})
+    loader.skip(0)
+    assert loader.position.samples == 3
+    loader.skip(1)
+    assert loader.position.samples == 8

@@ -42,6 +42,31 @@ class DrawnRows(NamedTuple):
         """Number of batches of the sampler in one step."""
         return 1 if self.split else self.num_ranks
 
+    @property
+    def least(self) -> int:
+        """Rows that a batch needs for one row per rank; shorter batches are concatenated with the following ones."""
+        return self.num_ranks if self.split and not self.even else 0
+
+
+class Round(NamedTuple):
+    """Batches of one step of all ranks, how many batches of the sampler they are, and whether they are the last."""
+
+    batches: list[list[Any]]
+    taken: int
+    last: bool
+
+
+def rounds_in(stream: Iterator[list[Any]], cut: DrawnRows, rest: list[Any] | None) -> Iterator[Round]:
+    """Yields the rounds of a batch sampler; ``rest``: the rest of a batch, which comes first."""
+    following = rest if rest is not None else next(stream, None)
+    while following is not None:
+        group = [following, *islice(stream, cut.round_size - 1)]
+        taken, following = len(group), next(stream, None) if len(group) == cut.round_size else None
+        while following is not None and len(group[0]) < cut.least:
+            group[0] = [*group[0], *following]
+            taken, following = taken + 1, next(stream, None)
+        yield Round(group, taken, following is None)
+
 
 def deal(group: list[list[Any]], head: list[list[Any]], cut: DrawnRows, *, final: bool) -> list[Part]:
     """Returns each rank's indices in a round of up to ``num_ranks`` batches, or with ``split`` of one batch.
@@ -130,8 +155,6 @@ class BatchSamplerStream:
         self._start, self._shard, self._size = start, shard, size
         self._steps: deque[tuple[int, Step]] = deque([(0, Step(start))], maxlen=ahead + 3)
         self._passed: int | None = None if start.samples else 0
-        # Rows that a batch needs for one row per rank; shorter batches are concatenated with the following ones.
-        self._least = cut.num_ranks if cut.split and not cut.even else 0
         self.remainder = -1
 
     @property
@@ -156,27 +179,22 @@ class BatchSamplerStream:
         size = self._cut.round_size
         stream = drawn(_Lists(self._sampler), self._rng, limit=_BATCHES_AHEAD)
         head, rest, self._passed = skip_batches(stream, self._start.samples, keep=size)
-        following = rest if rest is not None else next(stream, None)
         number, samples = 0, self._start.samples
-        while following is not None:
-            group = [following, *islice(stream, size - 1)]
-            following = next(stream, None) if len(group) == size else None
-            while following is not None and len(group[0]) < self._least:
-                group[0], following = group[0] + following, next(stream, None)
-                self._passed += 1
+        for group, taken, is_last in rounds_in(stream, self._cut, rest):
+            self._passed += taken - len(group)
             for batch in group:
                 check_indices(batch, self._size)
             if self._trail is not None:
                 self._trail.add(group)
-                self._trail.complete = following is None
+                self._trail.complete = is_last
             head += group[: size - len(head)]
-            parts = deal(group, head, self._cut, final=following is None)
+            parts = deal(group, head, self._cut, final=is_last)
             if not parts:
                 self.remainder = 0
                 return
             number, samples = number + 1, samples + sum(len(batch) for batch in group)
             counts = tuple(-1 if part is None else part[1] for part in parts)
-            if following is None:
+            if is_last:
                 is_full = all(part is not None and part[1] == len(part[0]) for part in parts)
                 self.remainder = 0 if is_full else sum(max(count, 0) for count in counts)
             self._steps.append((number, Step(Cursor(self._start.epoch, samples), counts)))
@@ -230,11 +248,6 @@ def skip_batches(
             return head, list(batch[len(batch) - (seen - samples) :]), passed
         passed += 1
     return head, None, passed
-
-
-def samples_in(stream: Iterator[Sequence[Any]], batches: int) -> int:
-    """Counts the indices in the next ``batches`` batches of ``stream``, or in all that are left."""
-    return sum(len(batch) for batch in islice(stream, batches))
 
 
 @final

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -30,8 +31,8 @@ from accel_data.map.sampler_stream import (
     DrawnRows,
     FunctionStream,
     last_batch_size,
+    rounds_in,
     rounds_of,
-    samples_in,
     skip_batches,
 )
 from accel_data.map.sharding import UNKNOWN_TOTAL, ByIndex, ByNode, Elastic, Sharding, batches_of
@@ -288,12 +289,11 @@ class MapSource(Source):
         with self._rng(cursor.epoch):
             stream = continuing(iter(self._parts.batch_sampler))
             _, rest, passed = skip_batches(stream, cursor.samples)
-            wanted = batches * self._cut().round_size
-            samples = len(rest or ()) + samples_in(stream, wanted - (rest is not None))
+            skipped = list(islice(rounds_in(stream, self._cut(), rest), batches))
         self._sampler_pending = pending
-        skipped = Cursor(cursor.epoch, cursor.samples + samples)
-        self._passed = (skipped, passed + wanted)
-        return skipped
+        after = cursor.advanced(sum(len(batch) for each in skipped for batch in each.batches))
+        self._passed = (after, passed + sum(each.taken for each in skipped))
+        return after
 
     @property
     def keeps_state(self) -> bool:
