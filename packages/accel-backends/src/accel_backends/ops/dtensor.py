@@ -134,8 +134,10 @@ def over_axes(value: Any, mesh: Any) -> Any:
 
 def placed_over_axes(value: Any, model: Any) -> Any:
     """A value as the shard of ``model``: a full tensor, or a DTensor that has the same shard over more axes."""
-    if not (is_dtensor(value) and is_dtensor(model)) or value.device_mesh == model.device_mesh:
+    if not (is_dtensor(value) and is_dtensor(model)):
         return placed_like(value, model)
+    if value.device_mesh == model.device_mesh:
+        return value
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -33,6 +33,8 @@ CODES = {
     "bool": "BOOL",
 }
 BYTES = "U8"
+# Array over all memory from an address on. One type for all sizes: making one takes longer than a small read.
+_MEMORY = ctypes.c_ubyte * (2**62)
 RAW = ("complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 
 
@@ -176,9 +178,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(bytearray())
-    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array = _MEMORY.from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+    return memoryview(array).cast("B")[:size]
 
 
 def own_memory(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
