@@ -265,6 +265,17 @@ def test_a_closure_is_called_and_its_loss_returned() -> None:
     assert optimizer.step(closure).item() > 0
 
 
+def test_the_largest_norm_is_named_as_torch_names_it() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    accelerator.backward(model(torch.ones(1, 2)).sum() * 3)
+    assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type="inf")) == 3.0  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match="max_norm is None"):
+        accelerator.clip_grad_norm_(model.parameters(), None)  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match="was given a Linear; expected its parameters"):
+        accelerator.clip_grad_norm_(model, 1.0)
+
+
 def test_clipping_waits_for_the_end_of_the_window() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(nn.Linear(4, 1))

@@ -163,6 +163,17 @@ def test_clipping_foreign_parameters_is_refused(single):
         backend.gradients.clip_norm(net().parameters(), 1.0)
 
 
+def test_clipping_what_is_no_parameter_is_refused(single):
+    backend = single()
+    model, optimizer = prepared(backend)
+    others = {"tuple": model.named_parameters(), "str": dict(model.named_parameters()), "dict": optimizer.param_groups}
+    for kind, given in others.items():
+        with pytest.raises(BackendError, match=rf"clipping was given a \w+ of {kind}; expected parameters"):
+            backend.gradients.clip_norm(given, 1.0)
+    with pytest.raises(BackendError, match=r"clipping was given a Sequential; expected its parameters"):
+        backend.gradients.clip_value(model, 1.0)
+
+
 def test_non_finite_gradients_are_named(single):
     backend = single()
     model, _ = prepared(backend)

@@ -8,6 +8,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 
+from accel_backends.ops.clip import listed
 from accel_backends.ops.fqn import innermost, named_parameters
 from accel_state.errors import BackendError
 
@@ -52,16 +53,22 @@ class Ownership:
         """Returns the parameters as a list.
 
         Raises:
-            BackendError: a parameter belongs to no prepared model.
+            BackendError: a parameter belongs to no prepared model, or something else than parameters was given.
         """
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not all(map(self._parameters.__contains__, map(id, listed))):
-            foreign = [p for p in listed if id(p) not in self._parameters]
+        given = listed(parameters)
+        if not all(map(self._parameters.__contains__, map(id, given))):
+            others = [one for one in given if not isinstance(one, torch.Tensor)]
+            if others:
+                raise BackendError(
+                    f"clipping was given a {type(parameters).__name__} of {type(others[0]).__name__}; expected "
+                    "parameters, such as those of model.parameters()"
+                )
+            foreign = [p for p in given if id(p) not in self._parameters]
             raise BackendError(
-                f"{len(foreign)} of {len(listed)} parameters to clip belong to no prepared model, the first of "
+                f"{len(foreign)} of {len(given)} parameters to clip belong to no prepared model, the first of "
                 f"shape {tuple(foreign[0].shape)}; clip the parameters() of a model that prepare returned"
             )
-        return listed
+        return given
 
     def check_added(self, parameters: "torch.Tensor | Iterable[Any]") -> None:
         """Refuses parameters added to an optimizer (named or not) whose gradients would not be averaged over ranks.
@@ -69,8 +76,8 @@ class Ownership:
         Raises:
             BackendError: with the names of parameters that prepared models have gained since, or with shapes.
         """
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        bare = [one[1] if isinstance(one, tuple) else one for one in listed]
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        bare = [one[1] if isinstance(one, tuple) else one for one in given]
         foreign = [p for p in bare if id(p) not in self._parameters]
         if foreign:
             named = {id(p): f"{n} of {type(m).__name__}" for m in self.models for n, p in named_parameters(m).items()}

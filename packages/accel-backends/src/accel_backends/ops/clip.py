@@ -52,16 +52,16 @@ def clip_grad_norm(
     """
     check_norm_type(norm_type)
     check_limit("max_norm", max_norm)
-    listed = _listed(parameters)
-    kept = [parameter for parameter in listed if parameter.grad is not None]
+    every = listed(parameters)
+    kept = [parameter for parameter in every if parameter.grad is not None]
     gradients = _gradients(kept)
-    if not gradients and (pieces is None or not listed):
+    if not gradients and (pieces is None or not every):
         return torch.tensor(0.0)
     with torch.no_grad():
         places, sharded = _sorted(gradients)
         sharded = sharded or pieces is not None
         total = (
-            total_norm(gradients if pieces is None else _with_empty(listed), norm_type, pieces=pieces)
+            total_norm(gradients if pieces is None else _with_empty(every), norm_type, pieces=pieces)
             if sharded
             else _joined(_norms(places, norm_type), norm_type, gradients[0].device)
         )
@@ -79,8 +79,8 @@ def scale_down(parameters: Iterable[torch.Tensor], total: torch.Tensor, max_norm
 
 def check_norm_type(norm_type: float) -> None:
     """Raises BackendError for a norm that is not positive."""
-    if not norm_type > 0.0:
-        raise BackendError(f"norm_type is {norm_type}; expected a positive number or inf")
+    if not (isinstance(norm_type, Real) and float(norm_type) > 0.0):
+        raise BackendError(f"norm_type is {norm_type!r}; expected a positive number or inf")
 
 
 def check_limit(name: str, limit: object) -> None:
@@ -109,7 +109,7 @@ def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> No
     """Clamps every element of the gradients to ``[-clip_value, clip_value]``, in place."""
     check_limit("clip_value", clip_value)
     with torch.no_grad():
-        for group in _by_place(_gradients(_listed(parameters))).values():
+        for group in _by_place(_gradients(listed(parameters))).values():
             clamp(group, -clip_value, clip_value)
 
 
@@ -147,7 +147,7 @@ def norm_of_held(
 
     ``models``: parameters and gradients of each model by FQN.
     """
-    asked = {id(parameter) for parameter in _listed(parameters)}
+    asked = {id(parameter) for parameter in listed(parameters)}
     held = [
         gradients[name]
         for named, gradients in models
@@ -171,7 +171,14 @@ def finite(gradients: Sequence[torch.Tensor]) -> list[bool]:
     return [bool(torch.isfinite(_local(gradient)).all()) for gradient in gradients]
 
 
-def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the parameters to clip as a list; a single one may be given.
+
+    Raises:
+        BackendError: a module was given.
+    """
+    if isinstance(parameters, nn.Module):
+        raise BackendError(f"clipping was given a {type(parameters).__name__}; expected its parameters()")
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 

@@ -129,27 +129,28 @@ class TrainingStep:
         self, parameters: Any, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See ``Accelerator.clip_grad_norm_``."""
-        from accel_backends.ops.clip import check_limit
+        from accel_backends.ops.clip import check_limit, listed
 
         check_limit("max_norm", max_norm)
+        norm_type = float(norm_type)  # torch takes "inf" too
         backend = self.strategy.backend
         if not self.clock.due:
             return backend.gradients.norm_so_far(parameters, self.prepared.models, norm_type)
         self.clock.finish()
         if backend.loss_scale is not None:
-            parameters = _listed(parameters)
+            parameters = listed(parameters)
             backend.gradients.unscale(self.prepared.holding(parameters))
         return backend.gradients.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """See ``Accelerator.clip_grad_value_``."""
-        from accel_backends.ops.clip import check_limit
+        from accel_backends.ops.clip import check_limit, listed
 
         check_limit("clip_value", clip_value)
         if self.clock.due:
             self.clock.finish()
             backend = self.strategy.backend
-            parameters = _listed(parameters)
+            parameters = listed(parameters)
             backend.gradients.unscale(self.prepared.holding(parameters))
             backend.gradients.clip_value(parameters, clip_value)
 
@@ -270,7 +271,3 @@ class TrainingStep:
             return positions
         self.clock.num_models = len(positions)
         return ()
-
-
-def _listed(parameters: Any) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
