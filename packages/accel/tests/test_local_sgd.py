@@ -1,5 +1,7 @@
 """Local SGD: apart inside of a round, together at its end."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -49,6 +51,7 @@ def test_one_process_has_nothing_to_average() -> None:
     assert not local.enabled
 
 
-def test_a_round_of_no_steps_is_refused() -> None:
-    with pytest.raises(ConfigError, match="local_sgd_steps is 0"):
-        LocalSGD(Accelerator(cpu=True), nn.Linear(2, 2), 0)
+@pytest.mark.parametrize("steps", [0, -1, 2.5, None, "2"])
+def test_a_round_of_no_whole_number_of_steps_is_refused(steps: Any) -> None:
+    with pytest.raises(ConfigError, match=f"local_sgd_steps is {steps!r}; expected an integer"):
+        LocalSGD(Accelerator(cpu=True), nn.Linear(2, 2), steps)

@@ -1,6 +1,7 @@
 """Local SGD: every rank trains separately for several steps, then all ranks average their parameters."""
 
 from contextlib import AbstractContextManager
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self, final
 
 from torch import nn
@@ -20,15 +21,19 @@ class LocalSGD:
     Communicates Little", 2019). With one process, or with ``enabled=False``, it does nothing.
 
     Raises:
-        ConfigError: ``local_sgd_steps`` is not at least 1.
+        ConfigError: ``local_sgd_steps`` is no integer of at least 1.
         BackendError: the strategy shards the model, so that ranks have no replicas of their own (on entering).
     """
 
     def __init__(
         self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
-        if local_sgd_steps < 1:
-            raise ConfigError(f"local_sgd_steps is {local_sgd_steps}; parameters are averaged every 1 or more steps")
+        steps: Any = local_sgd_steps
+        if not isinstance(steps, Integral) or steps < 1:
+            raise ConfigError(
+                f"local_sgd_steps is {local_sgd_steps!r}; expected an integer of at least 1: parameters are averaged "
+                "whenever so many steps have been taken"
+            )
         self.enabled = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = local_sgd_steps
         self.num_steps = 0

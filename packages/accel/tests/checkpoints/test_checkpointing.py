@@ -406,6 +406,8 @@ def test_two_runs_that_save_in_one_project_at_once_replace_nothing(tmp_path: Pat
 
 
 def test_objects_without_a_state_are_refused_when_registered() -> None:
+    with pytest.raises(ConfigError, match=r"Item at index 0, the class .*Counter"):
+        Accelerator(cpu=True).register_for_checkpointing(Counter)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"Item at index 1, builtins\.list"):
         Accelerator(cpu=True).register_for_checkpointing(Counter(), [1])
 

@@ -180,3 +180,13 @@ def unwrap(model: nn.Module, *, keep_torch_compile: bool = True) -> nn.Module:
             return cast(nn.Module, kind(inner, wrapper.dynamo_ctx))
         wrapper = below
     return inner
+
+
+def unwrap_children(module: nn.Module, *, keep_torch_compile: bool = True) -> None:
+    """Puts the user's own modules in the place of wrapped ones inside ``module``, at any depth."""
+    for name, child in list(module.named_children()):
+        wrapper = wrapped_name(child)
+        if wrapper is not None and not (wrapper == "_orig_mod" and keep_torch_compile):
+            child = unwrap(child, keep_torch_compile=keep_torch_compile)
+            setattr(module, name, child)
+        unwrap_children(child, keep_torch_compile=keep_torch_compile)

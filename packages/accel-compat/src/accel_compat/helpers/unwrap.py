@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from accel_backends.ops.compile import unwrap
+from accel_backends.ops.compile import unwrap, unwrap_children
 from accel_compat.private import is_compiled
 from accel_precision.autocast import restore_module
 
@@ -21,7 +20,7 @@ def extract_model_from_parallel(
     if not isinstance(inner, nn.Module):
         return inner
     if recursive:
-        _unwrap_children(inner, keep_torch_compile)
+        unwrap_children(inner, keep_torch_compile=keep_torch_compile)
     if not keep_fp32_wrapper:
         user = inner.__dict__.get("_modules", {}).get("_orig_mod", inner) if is_compiled(inner) else inner
         restore_module(user)
@@ -38,12 +37,3 @@ def _restore_forward(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
     else:
         module.forward = original
-
-
-def _unwrap_children(module: nn.Module, keep_torch_compile: bool) -> None:
-    kinds = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    for name, child in module.named_children():
-        if isinstance(child, kinds) or (is_compiled(child) and not keep_torch_compile):
-            child = unwrap(child, keep_torch_compile=keep_torch_compile)
-            setattr(module, name, child)
-        _unwrap_children(child, keep_torch_compile)

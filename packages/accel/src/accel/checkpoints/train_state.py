@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import getattr_static, isfunction
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checkable
 
 from torch import nn
@@ -157,15 +158,23 @@ def check_stateful(objects: Sequence[object]) -> None:
     """Refuses objects that cannot be saved, when they are registered rather than when they are saved.
 
     Raises:
-        ConfigError: lists every object without ``state_dict`` and ``load_state_dict``.
+        ConfigError: lists every object without ``state_dict`` and ``load_state_dict``, and classes in place of
+            objects.
     """
-    bad = [
-        f"Item at index {index}, {type(item).__module__}.{type(item).__qualname__}"
-        for index, item in enumerate(objects)
-        if not isinstance(item, Stateful)
-    ]
+    bad = [f"Item at index {index}, {_named(item)}" for index, item in enumerate(objects) if not _is_stateful(item)]
     if bad:
         raise ConfigError(
             "objects registered for checkpointing need `state_dict` and `load_state_dict`; these have not: "
             + "; ".join(bad)
         )
+
+
+def _is_stateful(item: object) -> bool:
+    """Whether an object has the methods; a class has them only if they are class methods."""
+    is_unbound = isinstance(item, type) and isfunction(getattr_static(item, "state_dict", None))
+    return isinstance(item, Stateful) and not is_unbound
+
+
+def _named(item: object) -> str:
+    kind = item if isinstance(item, type) else type(item)
+    return f"{'the class ' if kind is item else ''}{kind.__module__}.{kind.__qualname__}"
