@@ -8,6 +8,7 @@ import torch
 from accel_ckpt import export_checkpoint, export_model, export_tensors, load_model_files, save
 from accel_ckpt.tools.export import parse_size, split_into_shards
 from accel_state.errors import CheckpointCorruptError, CheckpointError
+from accel_testing.faults.faults import injected
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -55,6 +56,27 @@ def test_shards_of_an_earlier_export_are_removed(tmp_path: Path, sizes: tuple[st
     left = {name for name in os.listdir(tmp_path) if not name.endswith(".index.json")}
     assert left == {file.name for file in files} | {"model.safetensors.md", "other.safetensors"}
     assert same(load_model_files(tmp_path), model)
+
+
+@pytest.mark.parametrize("sizes", [("10KB", "1GB"), ("1GB", "10KB")], ids=["shards first", "one file first"])
+@pytest.mark.parametrize("function", ["pathlib:Path.unlink", "os:replace"])
+def test_an_export_that_ends_anywhere_leaves_the_old_or_the_new(
+    tmp_path: Path, sizes: tuple[str, str], function: str
+) -> None:
+    old, new = state(), state()
+    for call in range(1, 20):
+        folder = tmp_path / str(call)
+        export_model(old, folder, sizes[0])
+        with injected(f"raise(EIO) at call {call} of {function}"):
+            try:
+                export_model(new, folder, sizes[1])
+            except CheckpointError:
+                found = load_model_files(folder)
+                assert same(found, old) or same(found, new)
+            else:
+                assert same(load_model_files(folder), new)
+                return
+    pytest.fail("20 calls were not enough to export")
 
 
 def test_tied_tensors_are_written_once_and_come_back_under_both_names(tmp_path: Path) -> None:

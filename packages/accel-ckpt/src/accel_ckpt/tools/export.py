@@ -206,8 +206,10 @@ def _write_all(
     _write_files(folder, shards, kept, aliases, values, index)
     storage = storage_of(folder)
     ours = re.compile(re.escape(name) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-    for entry, size in storage.listing(folder).items():
-        if size is not None and ours.fullmatch(entry) and entry not in shards and entry not in index:
+    entries = storage.listing(folder).items()
+    earlier = [entry for entry, size in entries if size is not None and ours.fullmatch(entry)]
+    for entry in sorted(earlier, key=lambda entry: not entry.endswith(INDEX)):  # the index before the shards in it
+        if entry not in shards and entry not in index:
             storage.remove(folder / entry)
 
 
