@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel.loop.accumulation import Weight, correct_short_window, forget_dropped, normalise, weight_on, weighted_scale
+from accel_backends.ops.clip import check_limit, listed
 from accel_state.errors import BackendError, ConfigError, PrepareError
 from accel_state.watchdog.decorator import Recording, recorded
 
@@ -129,8 +130,6 @@ class TrainingStep:
         self, parameters: Any, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See ``Accelerator.clip_grad_norm_``."""
-        from accel_backends.ops.clip import check_limit, listed
-
         check_limit("max_norm", max_norm)
         norm_type = float(norm_type)  # torch takes "inf" too
         backend = self.strategy.backend
@@ -144,8 +143,6 @@ class TrainingStep:
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """See ``Accelerator.clip_grad_value_``."""
-        from accel_backends.ops.clip import check_limit, listed
-
         check_limit("clip_value", clip_value)
         if self.clock.due:
             self.clock.finish()
