@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accel.checkpoints.gradients import collected_gradients, has_gradients_of_later_steps, uncleared_optimizers
+from accel.checkpoints.gradients import (
+    collected_gradients,
+    has_gradients_of_later_steps,
+    uncleared_optimizers,
+    zero_gradients,
+)
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
 from accel.checkpoints.requests import LoadRequest, SaveRequest
 from accel.checkpoints.restore import Restoration
@@ -148,8 +153,14 @@ class Checkpointer:
                     about.update(self._described(notes))
                     parts, unstepped = self.train_state(), self._clock.unstepped and bool(self._prepared.optimizers)
                     state.update(parts.collect())
-                    gradients = has_gradients_of_later_steps(self._strategy.backend, self._prepared)
-                    return SaveRequest(tuple(parts), asynchronous, bool(self._save_hooks), unstepped, gradients)
+                    return SaveRequest(
+                        tuple(parts),
+                        asynchronous,
+                        hooked=bool(self._save_hooks),
+                        unstepped=unstepped,
+                        gradients=has_gradients_of_later_steps(self._strategy.backend, self._prepared),
+                        zeros=zero_gradients(self._prepared),
+                    )
 
                 request, local = self._collect(collect, alone=alone)
                 if self._strategy.session.is_main_process:
@@ -247,7 +258,7 @@ class Checkpointer:
         local: dict[str, Any] = {RNG: rng.rng_state()}
         positions = {name: part.private() for name, part in self.train_state().items() if isinstance(part, LoaderState)}
         local.update({name: own for name, own in positions.items() if own is not None})
-        local.update(collected_gradients(backend, self._prepared, clock, values=request.gradients))
+        local.update(collected_gradients(backend, self._prepared, clock, request))
         return request, local
 
     def _warn_of_metrics(self, notes: "SaveMetrics") -> None:

@@ -11,6 +11,7 @@ from accel_backends.ops.fqn import named_parameters
 from accel_backends.roles.unreduced_gradients import GRADIENTS, collect
 
 if TYPE_CHECKING:
+    from accel.checkpoints.requests import SaveRequest
     from accel.loop.accumulator import StepClock
     from accel.optimizer import PreparedOptimizer
     from accel.prepared import PreparedObjects
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 WEIGHTS = "window_weights"
 """Name of this rank's weights in open windows."""
 ZEROS = "zero_gradients"
-"""Name of the parameters of this rank whose gradients are zero."""
+"""Name of the parameters that have a gradient, if only one of zero, on any rank."""
 
 
 def uncleared_optimizers(prepared: "PreparedObjects", clock: "StepClock") -> SideState:
@@ -34,51 +35,52 @@ def uncleared_optimizers(prepared: "PreparedObjects", clock: "StepClock") -> Sid
     return SideState(save, load)
 
 
-def gradients_of_later_steps(prepared: "PreparedObjects") -> dict[str, dict[str, torch.Tensor]]:
-    """Returns this rank's gradients, or shards of them, that the next step of their optimizer uses.
-
-    They are keyed by the model's position and the FQN: what ``zero_grad(set_to_none=False)`` has left, and what losses
-    of other models have added after an optimizer cleared. An optimizer that has stepped and not cleared uses none.
-    """
-    return _gradients(prepared, [one for one in prepared.optimizers if not one.uncleared])
-
-
 def has_gradients_of_later_steps(backend: "Backend", prepared: "PreparedObjects") -> bool:
-    """Whether a gradient that the next step of its optimizer uses is not zero on this rank; waits for devices."""
-    later = gradients_of_later_steps(prepared)
-    return any(map(backend.gradients.outside_grad, prepared.models)) or any(
-        bool(local_of(one).any()) for of_model in later.values() for one in of_model.values()
-    )
+    """Whether the next step of an optimizer uses gradients that this rank has, zero ones not counted.
+
+    Losses of other models have added them after the optimizer cleared; one that has stepped and not cleared uses none.
+    What ``zero_grad(set_to_none=False)`` leaves is read, which waits for devices.
+    """
+    if any(map(backend.gradients.outside_grad, prepared.models)):
+        return True
+    cleared = [one for one in prepared.optimizers if not one.uncleared]
+    if _gradients(prepared, [one for one in cleared if not one.keeps_zeros]):
+        return True
+    kept = _gradients(prepared, [one for one in cleared if one.keeps_zeros])
+    return any(bool(local_of(one).any()) for of_model in kept.values() for one in of_model.values())
+
+
+def zero_gradients(prepared: "PreparedObjects") -> dict[str, list[str]]:
+    """Names of this rank's parameters that have a gradient and whose optimizer clears it to zero, by model position."""
+    kept = _gradients(prepared, [one for one in prepared.optimizers if one.keeps_zeros])
+    return {position: sorted(of_model) for position, of_model in kept.items()}
 
 
 def collected_gradients(
-    backend: "Backend", prepared: "PreparedObjects", clock: "StepClock", *, values: bool
+    backend: "Backend", prepared: "PreparedObjects", clock: "StepClock", request: "SaveRequest"
 ) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of this rank's gradients; ``values``: some of a later step are not zero.
+    """Returns what a checkpoint keeps of this rank's gradients.
 
-    Collective if a window is open or ``values`` is set: every rank of the group must call this.
+    Collective if a window is open or the request has gradients: every rank of the group must call this.
     """
-    values = values or clock.open
-    zeros = _gradients(prepared, [one for one in prepared.optimizers if one.uncleared and one.keeps_zeros])
-    if not values:
-        for position, of_model in gradients_of_later_steps(prepared).items():
-            zeros.setdefault(position, {}).update(of_model)
-    found: dict[str, Any] = {ZEROS: {position: sorted(one) for position, one in zeros.items()}} if zeros else {}
-    if values:
-        found[GRADIENTS] = held = collect(backend, prepared.models)
-        for position, of_model in _owned(prepared, [one for one in prepared.optimizers if one.uncleared]).items():
-            for name in of_model:
-                held[position].pop(name, None)
-        if weights := clock.weights():
-            found[WEIGHTS] = weights
+    found: dict[str, Any] = {ZEROS: request.zeros} if request.zeros else {}
+    if not clock.open and not request.gradients:
+        return found
+    found[GRADIENTS] = held = collect(backend, prepared.models)
+    for position, of_model in _owned(prepared, [one for one in prepared.optimizers if one.uncleared]).items():
+        for name in of_model:
+            held[position].pop(name, None)
+    if weights := clock.weights():
+        found[WEIGHTS] = weights
     return found
 
 
 def set_zeros(prepared: "PreparedObjects", names: Mapping[str, Collection[str]]) -> None:
-    """Sets gradients to zero, of parameters by the model's position and the FQN, where an optimizer has them."""
+    """Sets gradients that are missing to zero, of parameters of optimizers, by the model's position and the FQN."""
     for position, of_model in _owned(prepared, prepared.optimizers).items() if names else ():
         for name in of_model.keys() & set(names.get(position, ())):
-            of_model[name].grad = torch.zeros_like(of_model[name])
+            if of_model[name].grad is None:
+                of_model[name].grad = torch.zeros_like(of_model[name])
 
 
 def _owned(

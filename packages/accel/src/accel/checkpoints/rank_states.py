@@ -39,7 +39,7 @@ class RankStates:
         rng: the random state of this rank, or of the first rank that drops out of the same; None: none was saved.
         seed: of the random state that is derived where none was saved.
         gradients: those of open windows and later steps, by model position and parameter name; None: none were saved.
-        zeros: names of the parameters whose gradients are zero, by model position.
+        zeros: names of the parameters whose gradients are zero at least, by model position.
         weights: of the losses in open windows.
     """
 
@@ -62,7 +62,7 @@ class RankStates:
         rng, seed = _random_state(checkpoint, session, backend) if options.wants(RNG) else (None, None)
         if not options.wants(CLOCK):
             return cls(options, rng, seed)
-        zeros = _zeros(checkpoint, session)
+        zeros: Any = checkpoint.read_local(ZEROS, 0) or {}  # the same on every rank that saved
         # Every rank saved its gradients, or none did.
         if unreduced_gradients.GRADIENTS not in checkpoint.local_names(0):
             return cls(options, rng, seed, zeros=zeros)
@@ -132,17 +132,6 @@ def _random_state(
             f"{checkpoint.path} holds neither a random state of rank {rank} nor the seed of the run that saved it"
         )
     return None, seed
-
-
-def _zeros(checkpoint: "Checkpoint", session: "Session") -> dict[str, set[str]]:
-    """Names of parameters with gradients that are zero: this rank's; on another number of ranks, those of all ranks."""
-    same = checkpoint.world_size == session.world_size
-    names: dict[str, set[str]] = {}
-    for source in [session.rank] if same else range(checkpoint.world_size):
-        found: Any = checkpoint.read_local(ZEROS, source)
-        for position, own in (found or {}).items():
-            names.setdefault(position, set()).update(own)
-    return names
 
 
 def _weights(checkpoint: "Checkpoint", session: "Session") -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Requests of ``save_state`` and ``load_state``: what ranks have to agree on, because it decides their collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, final
 
@@ -21,7 +21,9 @@ class SaveRequest:
         asynchronous: whether the values are written in the background.
         hooked: whether there are save hooks; once agreed, on any rank.
         unstepped: whether gradients of a full window may wait for their step; once agreed, on any rank.
-        gradients: whether gradients of a later step are not zero; once agreed, on any rank.
+        gradients: whether there are gradients of later steps, zero ones not counted; once agreed, on any rank.
+        zeros: names of parameters whose gradients are zero at least, by model position; once agreed, those of all
+            ranks, which may hold shards of different parameters.
     """
 
     parts: tuple[str, ...]
@@ -29,6 +31,7 @@ class SaveRequest:
     hooked: bool
     unstepped: bool
     gradients: bool
+    zeros: Mapping[str, Sequence[str]]
 
     @classmethod
     def agreed(cls, requests: Sequence[Self]) -> Self:
@@ -49,12 +52,17 @@ class SaveRequest:
                     f"save_state was called on rank 0 with asynchronous={first.asynchronous} and on rank {rank} with "
                     f"asynchronous={one.asynchronous}; give the same on all processes"
                 )
+        zeros: dict[str, set[str]] = {}
+        for one in requests:
+            for position, names in one.zeros.items():
+                zeros.setdefault(position, set()).update(names)
         return cls(
             first.parts,
             first.asynchronous,
             hooked=any(one.hooked for one in requests),
             unstepped=any(one.unstepped for one in requests),
             gradients=any(one.gradients for one in requests),
+            zeros={position: sorted(names) for position, names in zeros.items()},
         )
 
 
