@@ -396,6 +396,71 @@ def test_a_pass_in_a_pass_leaves_the_position_where_it_is():
     assert loader.epoch == resumed.epoch == 1
 
 
+class Drawing:
+    """A batch sampler that draws each batch, from a generator of its own, when it is asked for it."""
+
+    batch_size = 4
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        return (torch.randperm(120, generator=self.generator)[:4].tolist() for _ in range(30))
+
+    def __len__(self):
+        return 30
+
+
+class Advancing(Drawing):
+    """Its state is where it stands, which each batch moves on."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        for _ in range(30):
+            self.number += 1
+            yield [self.number % 120]
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("inside", ["pass", "skip"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda: {"batch_sampler": Drawing(), "batch_size": 1},
+        lambda: {"batch_sampler": Advancing(), "batch_size": 1},
+        lambda: {"shuffle": True, "num_workers": 1, "persistent_workers": True},
+    ],
+    ids=["generator", "state", "persistent workers"],
+)
+def test_passes_and_skips_in_a_pass_change_nothing_that_it_reads(extra, inside):
+    loader, whole = loader_of(120, **extra()), loader_of(120, **extra())
+    expected, following = list(whole), list(whole)
+    delivered = []
+    for batch in loader:
+        delivered.append(batch)
+        if len(delivered) in (2, 5):  # behind a nested pass there is another
+            assert inside == "skip" or list(loader) == expected
+            skip_first_batches(loader, 1)
+    assert delivered == expected
+    assert list(loader) == following
+
+
+def test_an_epoch_that_is_read_again_after_a_break_leads_to_the_next():
+    loader, whole = (loader_of(120, batch_sampler=Advancing(), batch_size=1) for _ in range(2))
+    for _ in loader:
+        break
+    loader.set_epoch(0)
+    assert list(loader) == list(whole)
+    assert list(loader) == list(whole)
+
+
 def test_an_iterator_that_is_kept_after_a_look_at_the_data_is_no_pass_of_the_run():
     loader = loader_of(shuffle=True)
     kept = iter(loader)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import islice
 from typing import Any, final
 
@@ -70,7 +69,7 @@ class MapSource(Source):
         self._last_sharding: tuple[tuple[Order, bool], Sharding] | None = None
         self._described: tuple[Order, dict[str, Json]] | None = None
         self._generator: torch.Generator | None = None
-        self._last_pass: MapPass | None = None
+        self._passes: list[MapPass] = []
         self._sampler_start: Json = None
         self._sampler_pending: Json = None
         self._sampler_epoch: int | None = None
@@ -88,7 +87,7 @@ class MapSource(Source):
         self.global_batch_size = options.global_batch_size
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_last_epoch": None, "_generator": None, "_last_pass": None}
+        return {**vars(self), "_last_epoch": None, "_generator": None, "_passes": []}
 
     @property
     def total_dataset_length(self) -> int | None:  # type: ignore[override]
@@ -190,8 +189,8 @@ class MapSource(Source):
 
     def begin(self, cursor: Cursor) -> MapPass:
         """Sets the index stream from ``cursor`` as the sampler and iterates over the DataLoader."""
-        nests = cursor.epoch == self._sampler_epoch and self._last_pass is not None and not self._last_pass.is_over
-        self._follow_sampler(inside=nests or cursor.samples > 0)
+        self._passes = [one for one in self._passes if not one.is_over]
+        self._follow_sampler(inside=self._nests(cursor.epoch) or cursor.samples > 0)
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
         replayed = self._enter_epoch(cursor.epoch)
@@ -199,8 +198,13 @@ class MapSource(Source):
         self._batches.index_stream = self._index_stream(cursor, trail)
         seed = self.initial_seed(cursor) if self.dataloader.num_workers else None
         seeds = self._seeded(cursor.epoch, seed)
-        self._last_pass = MapPass(MapPlan(self._readers(), self._batches, seeds, seed, trail=trail, closed=replayed))
-        return self._last_pass
+        begun = MapPass(MapPlan(self._readers(), self._batches, seeds, seed, trail=trail, closed=replayed))
+        self._passes.append(begun)
+        return begun
+
+    def _nests(self, epoch: int) -> bool:
+        """Whether a pass over ``epoch`` that begins now is inside one over that epoch."""
+        return epoch == self._sampler_epoch and not all(one.is_over for one in self._passes)
 
     def _readers(self) -> DataLoader[Any]:
         """Returns the loader, or a copy with its own workers if persistent workers still read for another pass.
@@ -208,7 +212,7 @@ class MapSource(Source):
         torch's loader has one set of persistent workers, and would end that pass to start this one.
         """
         loader = self.dataloader
-        if self._last_pass is None or self._last_pass.is_over or not loader.persistent_workers:
+        if not self._passes or not loader.persistent_workers:
             return loader
         return copied(loader, persistent_workers=False)
 
@@ -238,13 +242,13 @@ class MapSource(Source):
     def _enter_epoch(self, epoch: int) -> Callable[[], None] | None:
         """Makes the user's samplers start this epoch in the state with which they started it in the saved run.
 
-        If the epoch is the one entered last, stateful samplers start from the state in which they started it before;
-        the returned function, called at the end of the pass, restores their current state, because an outer pass may be
-        in progress.
+        If the epoch is the one entered last, stateful samplers start from the state in which they started it before.
+        Inside a pass over it, the returned function, called at the end of the inner pass, restores their current state.
         """
-        surroundings, states, again = self._surroundings, self._sampler_pending, None
+        surroundings, states = self._surroundings, self._sampler_pending
+        again = surroundings.kept() if self._nests(epoch) else None
         if not states and epoch == self._sampler_epoch and self._sampler_start:
-            states, again = self._sampler_start, partial(surroundings.load, surroundings.states())
+            states = self._sampler_start
         if states:
             surroundings.load(states)
         self._sampler_pending, self._sampler_epoch = None, epoch
@@ -284,13 +288,15 @@ class MapSource(Source):
             sharding = self._sharding(UNKNOWN_TOTAL if total is None else total)
             return Cursor(cursor.epoch, sharding.seek(cursor.samples, batches))
         self._walk()
-        self._enter_epoch(cursor.epoch)
-        pending = self._sampler_start
+        kept = self._enter_epoch(cursor.epoch)
         with self._rng(cursor.epoch):
             stream = continuing(iter(self._parts.batch_sampler))
             _, rest, passed = skip_batches(stream, cursor.samples)
             skipped = list(islice(rounds_in(stream, self._cut(), rest), batches))
-        self._sampler_pending = pending
+        if kept is None:
+            self._sampler_pending = self._sampler_start
+        else:
+            kept()
         after = cursor.advanced(sum(len(batch) for each in skipped for batch in each.batches))
         self._passed = (after, passed + sum(each.taken for each in skipped))
         return after

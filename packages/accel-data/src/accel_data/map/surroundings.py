@@ -1,7 +1,7 @@
 """The user's samplers and dataset behind a map-style loader: the epochs set on them, their states, their changes."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -91,10 +91,24 @@ class Surroundings:
         for listener in self._listeners:
             listener.set_epoch(epoch)
         self._epochs = {number: self._epoch_of(number) for number in self._epochs}
-        for number, sampler in enumerate(self._walked):
-            generator = _generator_of(sampler)
-            if generator is not None:
-                generator.manual_seed(derive_key(seed, epoch, number))
+        for number, generator in self._generators():
+            generator.manual_seed(derive_key(seed, epoch, number))
+
+    def _generators(self) -> list[tuple[int, torch.Generator]]:
+        """Returns the generators of the samplers that are iterated, with the numbers of the samplers."""
+        found = [(number, _generator_of(sampler)) for number, sampler in enumerate(self._walked)]
+        return [(number, generator) for number, generator in found if generator is not None]
+
+    def kept(self) -> Callable[[], None]:
+        """Returns a function that restores the current states of the samplers and their generators."""
+        states, generators = self.states(), [(one, one.get_state()) for _, one in self._generators()]
+
+        def restore() -> None:
+            self.load(states)
+            for generator, state in generators:
+                generator.set_state(state)
+
+        return restore
 
     def announce(self, epoch: int) -> None:
         """Sets the epoch of the next pass on the samplers whose epoch can be read."""
