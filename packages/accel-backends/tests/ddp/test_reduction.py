@@ -250,6 +250,28 @@ def test_a_second_backward_of_one_forward_is_refused_within_a_join(rank: int) ->
 
 
 @pytest.mark.ranks(2)
+def test_a_model_trains_behind_a_join_as_if_there_had_been_none(rank: int) -> None:
+    ddp, model, own, reference, other = prepared()
+    with ddp.gradients.join([model]):
+        for _ in range(2 - rank):
+            ddp.backward(model(rows(0, 0)[rank], (0, 1, 2)).square().mean())
+    model.zero_grad()
+    assert not model._join_config.enable
+    if rank == 0:
+        with torch.no_grad():
+            model(rows(0, 0)[0], (0, 1, 2))  # alone, as in an evaluation on the main process
+    batch = rows(1, 0)
+    output = model(batch[rank], (0, 1, 2))
+    ddp.backward(output.mean(), retain_graph=True)
+    ddp.backward(output.square().mean())
+    for each in range(RANKS):
+        output = reference(batch[each], (0, 1, 2))
+        ((output.mean() + output.square().mean()) / RANKS).backward()
+    step(own, other)
+    assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
 def test_parameters_that_ddp_was_made_to_ignore_stay_out_of_the_reduction(rank: int) -> None:
     def partly_ignored() -> nn.Module:
         model = make()

@@ -25,8 +25,10 @@ def joined(
     """torch's Join over the models; afterwards optimizers and loss scale are those of a rank with the most batches.
 
     Within the context each rank decides alone whether gradients overflowed: DDP averages them, so all ranks that still
-    step have the same gradients, and ranks without batches take part in no further collective.
+    step have the same gradients, and ranks without batches take part in no further collective. torch leaves the models
+    configured for the context; they would go on telling the other ranks of every forward.
     """
+    before = [model._join_config for model in models]
     reduce = None if scaler is None else scaler.reduce
     if scaler is not None:
         scaler.reduce = None
@@ -34,6 +36,8 @@ def joined(
         with Join([*models, _Follower(models[0], optimizers, scaler)]):
             yield
     finally:
+        for model, config in zip(models, before, strict=True):
+            model._join_config = config
         if scaler is not None:
             scaler.reduce = reduce
 
