@@ -57,6 +57,7 @@ class Reference:
 
     def __init__(self):
         self.next, self.main, self.idle, self.saved, self.loaded = (0, 0), None, False, (0, 0), False
+        self.of_sampler = 0
 
     def epoch(self):
         return self.next[0] if self.main is None else self.main.epoch
@@ -69,8 +70,10 @@ class Reference:
 
     def begin(self, *, nests=True):
         if nests and self.main is not None and not self.idle:
-            self.idle = True
+            self.idle, self.of_sampler = True, self.main.epoch
             return Run(self.main.epoch, 0)
+        if not (nests and self.loaded and self.next[1] >= SIZE):  # nothing is read
+            self.of_sampler = self.next[0]
         self.main, self.next, self.idle, self.loaded = Run(*self.next), (self.next[0] + 1, 0), False, False
         return self.main
 
@@ -143,9 +146,10 @@ class Loop(RuleBasedStateMachine):
     @rule(target=runs, epoch=st.integers(0, 5))
     def begin_after_set_epoch_of_the_sampler(self, epoch):
         self.prepare("walked")
-        if self.sampling == "walked" and epoch != self.reference.epoch():
-            self.reference.choose(epoch)
         if self.sampling == "walked":
+            if epoch != self.reference.of_sampler:
+                self.reference.choose(epoch)
+            self.reference.of_sampler = epoch
             self.loader.batch_sampler.sampler.set_epoch(epoch)
         return self.begin()
 
@@ -175,6 +179,7 @@ class Loop(RuleBasedStateMachine):
             undo()
         else:
             self.reference.load(*state[1])
+        self.reference.of_sampler = self.reference.epoch()
         self.compare()
 
     @rule(state=states, counts=st.booleans())

@@ -508,18 +508,6 @@ def test_a_script_that_counts_epochs_on_the_sampler_reads_nothing_of_one_that_ha
         assert list(resumed) == ([] if epoch == ended else epochs[epoch])
 
 
-def test_an_epoch_that_is_chosen_again_on_the_sampler_is_read_again():
-    loader = loader_of(sampler=DistributedSampler(range(24), 1, 0, seed=3))
-    first = list(loader)
-    loader.sampler.set_epoch(0)
-    assert list(loader) == first
-    for batch in loader:
-        assert batch != first[0]
-        break
-    loader.sampler.set_epoch(1)
-    assert next(iter(loader)) == batch
-
-
 def test_a_state_that_was_loaded_is_saved_again_as_it_was():
     loader = loader_of(sampler=Remembering(24))
     passing = iter(loader)

@@ -155,7 +155,6 @@ class PreparedLoader:
         if self._progress.live is run:
             self._follow_sampler()
             self._progress.finish(run, self._source)
-            self._announce()
 
     def _follow_sampler(self) -> None:
         """Chooses the epoch that the script has set on a sampler, if any."""
@@ -240,7 +239,6 @@ class PreparedLoader:
             self._progress.position = after
         elif after != before:
             self._progress.go(after)
-        self._announce()
 
     def skip(self, batches: int) -> None:
         """Moves the start of the next pass forward by ``batches`` batches, without reading them."""
