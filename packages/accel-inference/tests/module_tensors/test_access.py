@@ -33,6 +33,33 @@ def test_a_tensor_is_replaced_with_its_class_and_attributes():
     assert (type(layer.weight), layer.weight.dtype) == (Named, torch.float32)
 
 
+class Own(torch.Tensor):
+    """A class of tensors whose constructor takes a tensor only, and which has no ``new_empty``."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_subclass(cls, data)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.new_empty:
+            raise NotImplementedError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_made_of_another_class_of_tensors_is_one_again(requires_grad):
+    layer = nn.Linear(3, 4)
+    layer.weight = nn.Parameter(Own(torch.zeros(4, 3)), requires_grad=requires_grad)
+    layer.weight.tag = "kept"
+    set_module_tensor_to_device(layer, "weight", "meta")
+    assert (type(layer.weight), layer.weight.is_meta) == (Own, True)
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(4, 3))
+    assert (type(layer.weight), layer.weight.requires_grad, layer.weight.tag) == (Own, requires_grad, "kept")
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.sum().item() == 12
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

@@ -15,7 +15,7 @@ from accel_backends.fsdp.replicated_parameters import ReplicatedParameters
 from accel_backends.fsdp.unused_parameters import Usage
 from accel_backends.fsdp.wrap_units import Units, find_units
 from accel_backends.ops.fqn import innermost, natural, places
-from accel_backends.ops.meta_init import Made, materialise
+from accel_backends.ops.meta_init import Made, make_empty, materialise
 from accel_backends.parallel.expert_parallel import shard_placement
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
@@ -293,7 +293,7 @@ def _shard_unit(
         if parameter not in given:
             # Threads of the collectives keep references to sent tensors for a while; this frees the memory at once.
             parameter.data.untyped_storage().resize_(0)
-        parameter.data = parameter.data.new_empty(0)
+        make_empty(parameter)
 
 
 def _keep_scales(module: nn.Module) -> None:

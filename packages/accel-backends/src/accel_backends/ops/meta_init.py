@@ -52,7 +52,15 @@ def drop_values(model: nn.Module) -> None:
             if buffer is not None:
                 module._buffers[name] = buffer.to("meta")
     for parameter in made:
-        parameter.data = parameter.data.new_empty(0)
+        make_empty(parameter)
+
+
+def make_empty(parameter: nn.Parameter) -> None:
+    """Frees a parameter's memory; references to it see a tensor without elements.
+
+    ``new_empty`` would do the same, but not every subclass of tensors has it.
+    """
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def materialise(

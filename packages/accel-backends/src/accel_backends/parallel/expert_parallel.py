@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_backends.ops.activation_checkpointing import RECOMPUTED
+from accel_backends.ops.meta_init import make_empty
 from accel_backends.parallel.capacity import Capacity, count_choices
 from accel_state.errors import PrepareError
 from accel_state.private import untraced
@@ -181,7 +182,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None, v
         else:
             held = values(parameter).chunk(mesh.size())[mesh.get_local_rank()]
             placed = DTensor.from_local(held.clone(), mesh, [Shard(0)], run_check=False)
-            parameter.data = parameter.data.new_empty(0)
+            make_empty(parameter)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 

@@ -218,6 +218,20 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
+def check_memory(key: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor whose bytes are nowhere to be read.
+
+    Raises:
+        CheckpointError: it has elements and no memory; ``key`` is its name in the message.
+    """
+    if tensor.numel() and not tensor.data_ptr():
+        kind = type(tensor)
+        raise CheckpointError(
+            f"{key} is a {kind.__module__}.{kind.__qualname__} without memory of its own (its storage was freed, or it "
+            "consists of other tensors); save it before that, or the tensors inside it"
+        )
+
+
 def _replicas(dtensor: Any) -> list[int]:
     """Returns the global ranks with replicas of this rank's shard: other coordinates on replicated mesh axes only."""
     mesh, place = dtensor.device_mesh, dtensor.device_mesh.get_coordinate()
@@ -239,7 +253,6 @@ def _check(key: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
         raise CheckpointError(
             f"{key} is a {kind.__module__}.{kind.__qualname__}, a tensor made of others; save the tensors inside it"
         )
-    if local.numel() and not local.data_ptr():
-        raise CheckpointError(f"{key} has no memory, because its storage was freed; save it before that")
+    check_memory(key, local)
     if dtype_of(dtype_name(tensor.dtype)) is None:
         raise CheckpointError(f"{key} has dtype {tensor.dtype}; known: {', '.join((*CODES, *RAW))}")

@@ -15,7 +15,16 @@ import torch
 
 from accel_ckpt.format.blocks import Content
 from accel_ckpt.format.safetensors_file import Item, file_order, header_of
-from accel_ckpt.format.tensors import CODES, as_dtensor, byte_view, dtype_name, host_copy, put_together
+from accel_ckpt.format.tensors import (
+    CODES,
+    as_dtensor,
+    byte_view,
+    check_memory,
+    dtype_name,
+    host_copy,
+    local_tensor,
+    put_together,
+)
 from accel_ckpt.format.tree import TensorTable, leaves, show_path
 from accel_ckpt.io.storage import Location, locate, storage_of
 from accel_ckpt.loading.checkpoint import Checkpoint, open_checkpoint
@@ -305,6 +314,7 @@ def _without_ties(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Te
             )
         if tensor.device.type == "meta":
             raise CheckpointError(f"{key} is on the meta device and has no values to export; materialise it first")
+        check_memory(key, local_tensor(tensor))
         stored = table.add((key,), tensor)
         if stored in firsts:
             aliases[key] = firsts[stored]

@@ -91,12 +91,15 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter) or like is None:
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
     requires_grad = like.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-    if type(like) in (nn.Parameter, Tensor) or is_composite(tensor):
+    kind: Any = type(like)
+    # A parameter made of a subclass of tensors is of that class, and of no class of parameters.
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter) or is_composite(tensor):
+        if type(tensor) is Tensor and not issubclass(kind, nn.Parameter):
+            tensor = tensor.as_subclass(kind)
         made = nn.Parameter(tensor, requires_grad=requires_grad)
         # A composite tensor has its inner tensors there, too, which stay its own.
         made.__dict__.update({name: one for name, one in like.__dict__.items() if name not in made.__dict__})
         return made
-    kind: Any = type(like)
     made = kind(tensor, requires_grad=requires_grad, **like.__dict__)
     return made  # type: ignore[no-any-return]
 
