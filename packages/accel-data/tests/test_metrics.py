@@ -35,7 +35,7 @@ def test_ranks_that_split_the_model_give_their_samples_once(
         return  # has left the loop
     rows = torch.arange(3) + 3 * shard_of[rank]
     data = {"tensors": rows, "lists": rows.tolist(), "arrays": rows.numpy()}[kind]
-    gathered = gather_for_metrics(session, data, counts, shard_of=shard_of)
+    gathered = gather_for_metrics(session, data, counts, rows=3, shard_of=shard_of)
     assert (gathered.tolist() if kind == "tensors" else gathered) == kept
 
 
@@ -50,7 +50,7 @@ def test_means_of_a_batch_are_gathered_as_they_are(
     session, shard_of = Session.open(cpu=True), [0, 0, 1, 1]
     mean = torch.tensor(float(shard_of[rank])).reshape(shape)
     rows = torch.arange(3) + 3 * shard_of[rank]
-    both = gather_for_metrics(session, {"mean": mean, "rows": rows}, counts, shard_of=shard_of)
+    both = gather_for_metrics(session, {"mean": mean, "rows": rows}, counts, rows=3, shard_of=shard_of)
     assert both["mean"].tolist() == kept
     of_samples = [3 * shard + place for shard, count in enumerate(counts or (3, 3)) for place in range(count)]
     assert both["rows"].tolist() == of_samples
@@ -60,3 +60,25 @@ def test_means_of_a_batch_are_gathered_as_they_are(
 def test_a_mean_beside_a_shorter_last_batch_is_not_filled_with_zeros(rank: int) -> None:
     session = Session.open(cpu=True)
     assert gather_for_metrics(session, torch.tensor([rank + 1.0]), (4, 2)).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("counts", [(3, 3), (3, 2), (2, 2), (3, 0), (3, -1)])
+@pytest.mark.parametrize("kind", ["tensors", "lists", "arrays"])
+@pytest.mark.sampled(4)
+def test_several_rows_for_each_sample_are_kept_with_their_sample(rank: int, counts: tuple[int, int], kind: str) -> None:
+    session = Session.open(cpu=True)
+    if counts[rank] < 0:
+        return  # has left the loop
+    rows = (torch.arange(3) + 3 * rank).repeat_interleave(4)
+    data = {"tensors": rows, "lists": rows.tolist(), "arrays": rows.numpy()}[kind]
+    gathered = gather_for_metrics(session, data, counts, rows=3)
+    expected = [3 * one + place for one in range(2) for place in range(counts[one]) for _ in range(4)]
+    assert (gathered.tolist() if kind == "tensors" else gathered) == expected
+
+
+@pytest.mark.ranks(2)
+def test_a_matrix_of_classes_is_gathered_in_full(rank: int) -> None:
+    session, confusion = Session.open(cpu=True), torch.eye(10)
+    for counts in [(4, 4), (4, 2), (3, 3)]:
+        assert torch.equal(gather_for_metrics(session, confusion, counts, rows=4), torch.cat([confusion] * 2))

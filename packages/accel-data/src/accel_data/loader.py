@@ -293,6 +293,14 @@ class PreparedLoader:
         return None if self._last is None else self._last.step(self._last.delivered).real_counts
 
     @property
+    def batch_rows(self) -> int | None:
+        """Number of rows of this rank's last batch, padding included; None: unknown, or no padding."""
+        filled: int | None = getattr(self._placer, "rows", None)
+        if filled is not None or self._last is None:
+            return filled
+        return self._last.step(self._last.delivered).rows
+
+    @property
     def window(self) -> Window | None:
         """Index of the batch delivered last in its global batch; with ``global_batch_size`` only."""
         return None if self._last is None else self._last.step(self._last.delivered).window

@@ -17,18 +17,22 @@ def gather_for_metrics(
     data: Any,
     real_counts: Sequence[int] | None,
     *,
+    rows: int | None = None,
     shard_of: Sequence[int] | None = None,
     use_gather_object: bool = False,
 ) -> Any:
-    """Gathers ``data`` from all ranks and keeps the first ``real_counts[shard]`` rows of each data shard.
+    """Gathers ``data`` from all ranks and keeps the rows of the first ``real_counts[shard]`` samples of each shard.
 
     Tensors in any nesting are concatenated along dimension 0. Other data (or all data, with ``use_gather_object``) are
     gathered as objects: the items of a list or array count as rows, and the result is one list. None beside tensors
-    stays None, unless ``data`` is a list. ``real_counts`` None keeps all rows: no sample was repeated, or their number
-    is unknown. Ranks without a batch in this step (-1: an uneven end of an epoch) are not waited for, and do not
-    receive the rows of the others. Tensors on XLA devices already have the rows of all ranks.
+    stays None, unless ``data`` is a list. A leaf may have several rows for each sample (tokens, beams); one whose
+    number of rows is no multiple of the batch's (a mean) keeps all of them. ``real_counts`` None keeps all rows: no
+    sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an uneven end of an epoch)
+    are not waited for, and do not receive the rows of the others. Tensors on XLA devices already have the rows of all
+    ranks.
 
     Args:
+        rows: rows of this rank's batch, repeated samples included. None: none is repeated.
         shard_of: data shard of each rank. Ranks with the same shard (they split the model, not the samples) have the
             same rows, of which the first rank's are kept. None: each rank has its own.
 
@@ -39,15 +43,18 @@ def gather_for_metrics(
     if not use_gather_object and not isinstance(data, list) and _is_mixed(leaves):
         _check_others(data)
         tensors = [leaf for leaf in leaves if leaf is not None]
-        rows = iter(gather_for_metrics(session, tensors, real_counts, shard_of=shard_of))
-        return nested.unflatten([None if leaf is None else next(rows) for leaf in leaves], structure)
+        gathered = iter(gather_for_metrics(session, tensors, real_counts, rows=rows, shard_of=shard_of))
+        return nested.unflatten([None if leaf is None else next(gathered) for leaf in leaves], structure)
     as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if not as_objects and session.world_size > 1 and any(is_full(leaf) for leaf in leaves):
 
         def kept(leaf: torch.Tensor) -> Any:
             if not is_full(leaf):
-                return gather_for_metrics(session, leaf, real_counts, shard_of=shard_of)
-            return leaf if real_counts is None or leaf.ndim == 0 else _keep_rows(leaf, real_counts)
+                return gather_for_metrics(session, leaf, real_counts, rows=rows, shard_of=shard_of)
+            if real_counts is None or leaf.ndim == 0 or leaf.shape[0] % len(real_counts):
+                return leaf
+            size = leaf.shape[0] // len(real_counts)
+            return _keep_rows(leaf, [_kept(size, count, rows) for count in real_counts])
 
         return nested.map_leaves(kept, data)
     speaks = [True] * session.world_size
@@ -55,15 +62,16 @@ def gather_for_metrics(
         speaks = [shard not in shard_of[:rank] for rank, shard in enumerate(shard_of)]
         real_counts = None if real_counts is None else [real_counts[shard] for shard in shard_of]
     if real_counts is None or all(count == real_counts[0] for count in real_counts):
-        count = None if real_counts is None else real_counts[0]
+        own = data if real_counts is None else _truncated(data, real_counts[0], rows, as_objects)
         gather = _gather_equal if all(speaks) else partial(_gather_speakers, speaks=speaks)
-        return gather(session, data if count is None else _truncated(data, count, as_objects), as_objects=as_objects)
+        return gather(session, own, as_objects=as_objects)
     real_counts = [count if one else min(count, 0) for one, count in zip(speaks, real_counts, strict=True)]
     if min(real_counts) < 0:
-        return _gather_present(session, data, real_counts, as_objects)
+        return _gather_present(session, data, real_counts, rows, as_objects)
+    count = real_counts[session.rank]
     if as_objects:
-        return session.gather_object(_first(data, real_counts[session.rank]))
-    return _gather_uneven(session, leaves, structure, real_counts)
+        return session.gather_object(_truncated(data, count, rows, as_objects))
+    return _gather_uneven(session, [_first_rows(leaf, count, rows) for leaf in leaves], structure)
 
 
 def join_parts(data: Any, count: int, group: Any) -> Any:
@@ -102,11 +110,29 @@ def _check_others(data: Any) -> None:
             )
 
 
-def _truncated(data: Any, count: int, as_objects: bool) -> Any:
-    """Returns the first ``count`` rows of this rank."""
-    return (
-        _first(data, count) if as_objects else nested.map_leaves(lambda leaf: leaf[:count] if leaf.ndim else leaf, data)
-    )
+def _kept(length: int, count: int, rows: int | None) -> int:
+    """Returns how many of the ``length`` rows of a leaf belong to the first ``count`` of ``rows`` samples.
+
+    A leaf without equally many rows for each sample, like a mean over the batch, belongs to all of them.
+    """
+    rows = count if rows is None else rows
+    if count <= 0:
+        return 0
+    return length if length % rows else length // rows * count
+
+
+def _truncated(data: Any, count: int, rows: int | None, as_objects: bool) -> Any:
+    """Returns what this rank's first ``count`` samples contribute."""
+    if as_objects:
+        is_array = hasattr(data, "__array__") and getattr(data, "ndim", 0) > 0
+        return list(data[: _kept(len(data), count, rows)]) if isinstance(data, list | tuple) or is_array else data
+    return nested.map_leaves(lambda leaf: _first_rows(leaf, count, rows) if leaf.ndim else leaf, data)
+
+
+def _first_rows(leaf: torch.Tensor, count: int, rows: int | None) -> torch.Tensor:
+    """Returns the rows of the first ``count`` samples; a scalar is one row."""
+    leaf = leaf if leaf.ndim else leaf[None]
+    return leaf[: _kept(leaf.shape[0], count, rows)]
 
 
 def _gather_equal(session: Session, data: Any, *, as_objects: bool) -> Any:
@@ -127,25 +153,15 @@ def _gather_speakers(session: Session, data: Any, *, speaks: Sequence[bool], as_
     return nested.map_leaves(keep, session.gather(data))
 
 
-def _gather_uneven(session: Session, leaves: Sequence[torch.Tensor], structure: Any, counts: Sequence[int]) -> Any:
-    """Gathers as many rows of each rank as ``counts`` says.
-
-    A leaf of which a rank has fewer rows than samples has no row for each sample, like a mean over the batch: all rows
-    of ranks with samples are kept.
-    """
-    sizes = session.gather_object([[_rows(leaf).shape[0] for leaf in leaves]])
-    kept, padded = [], []
-    for leaf, *of_ranks in zip(leaves, *sizes, strict=True):
-        by_sample = all(size >= count for size, count in zip(of_ranks, counts, strict=True))
-        kept.append(
-            counts if by_sample else [size if count else 0 for size, count in zip(of_ranks, counts, strict=True)]
-        )
-        padded.append(_pad_rows(_rows(leaf)[: max(kept[-1])], max(kept[-1])))
-    gathered = session.gather(padded)
-    return nested.unflatten([_keep_rows(rows, some) for rows, some in zip(gathered, kept, strict=True)], structure)
+def _gather_uneven(session: Session, leaves: Sequence[torch.Tensor], structure: Any) -> Any:
+    """Gathers leaves of which the ranks have different numbers of rows."""
+    sizes = list(zip(*session.gather_object([[leaf.shape[0] for leaf in leaves]]), strict=True))
+    padded = [_pad_rows(leaf, max(of_ranks)) for leaf, of_ranks in zip(leaves, sizes, strict=True)]
+    gathered = zip(session.gather(padded), sizes, strict=True)
+    return nested.unflatten([_keep_rows(rows, of_ranks) for rows, of_ranks in gathered], structure)
 
 
-def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_objects: bool) -> Any:
+def _gather_present(session: Session, data: Any, real_counts: Sequence[int], rows: int | None, as_objects: bool) -> Any:
     """Gathers among the ranks that still have data, through the first of them.
 
     A process group of these ranks could do it in one collective, but creating a group is a collective of all ranks, and
@@ -157,8 +173,11 @@ def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_
     group = resolve(session.group)
     assert group is not None
     count = real_counts[session.rank]
-    own = _first(data, count) if as_objects else nested.map_leaves(lambda leaf: _rows(leaf)[:count].cpu(), data)
-    root, *others = (rank for rank, rows in enumerate(real_counts) if rows >= 0)
+    if as_objects:
+        own = _truncated(data, count, rows, as_objects)
+    else:
+        own = nested.map_leaves(lambda leaf: _first_rows(leaf, count, rows).cpu(), data)
+    root, *others = (rank for rank, held in enumerate(real_counts) if held >= 0)
     if session.rank == root:
         parts = [own, *(receive_pickled(rank, group) for rank in others)]
         for rank in others:
@@ -171,12 +190,6 @@ def _gather_present(session: Session, data: Any, real_counts: Sequence[int], as_
     return nested.send_to_device(nested.concatenate(parts), session.device.torch)
 
 
-def _first(data: Any, count: int) -> Any:
-    """The first ``count`` items of a list, tuple or array; anything else is unchanged."""
-    is_array = hasattr(data, "__array__") and getattr(data, "ndim", 0) > 0
-    return list(data[:count]) if isinstance(data, list | tuple) or is_array else data
-
-
 def _pad_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
     if rows.shape[0] >= size:
         return rows
@@ -184,12 +197,6 @@ def _pad_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _keep_rows(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The first ``counts[i]`` rows of the i-th of equal parts; leaves without one row a sample are unchanged."""
-    size, rest = divmod(rows.shape[0], len(counts))
-    if rest or max(counts) > size:
-        return rows
-    return torch.cat([rows[part * size : part * size + count] for part, count in enumerate(counts)])
-
-
-def _rows(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf if leaf.ndim else leaf[None]
+    """Returns the first ``counts[i]`` rows of the i-th of equal parts."""
+    parts = rows.split(rows.shape[0] // len(counts)) if rows.shape[0] else [rows] * len(counts)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -59,6 +59,41 @@ def test_every_sample_once_on_the_full_grid(ranks: int, drop_last: bool, even: b
     check(GRID, drop_last, even)
 
 
+class Stream(IterableDataset[int]):
+    """Eleven samples, without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(11))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"even_batches": False},
+        {"split_batches": True},
+        {"dispatch_batches": True},
+        {"dispatch_batches": True, "even_batches": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("data", [range(11), Stream()], ids=["map", "iterable"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.ranks(3))])
+@pytest.mark.sampled(4)
+def test_tokens_of_every_sample_once(ranks: int, data: Any, options: dict[str, bool]) -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    size = 2 * accelerator.num_processes if options.get("split_batches") else 2
+    samples, tokens, texts = [], [], []
+    for rows in accelerator.prepare_data_loader(DataLoader(data, batch_size=size)):
+        samples += accelerator.gather_for_metrics(rows).tolist()
+        tokens += accelerator.gather_for_metrics(rows.repeat_interleave(3)).tolist()
+        texts += accelerator.gather_for_metrics([f"{row} {beam}" for row in rows for beam in range(2)])
+    if accelerator.process_index == 0:
+        assert samples == list(range(11))
+        assert tokens == [row for row in range(11) for _ in range(3)]
+        assert texts == [f"{row} {beam}" for row in range(11) for beam in range(2)]
+
+
 @pytest.mark.ranks(2)
 def test_scalars_and_unrelated_shapes_are_not_cut(rank: int) -> None:
     accelerator = Accelerator(cpu=True)

@@ -37,6 +37,11 @@ class XLADevices:
         self._rows = 0
         self._specs: dict[tuple[int, bool], Any] = {}
 
+    @property
+    def rows(self) -> int | None:
+        """Rows of a padded batch; None without ``fill``."""
+        return self._rows if self.fill else None
+
     def start(self, batch: Any) -> Placed:
         """Starts the copies to the devices; they overlap the step."""
         if self.fill:

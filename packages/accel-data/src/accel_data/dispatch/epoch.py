@@ -15,10 +15,11 @@ from accel_state.errors import DataStateError
 
 
 class StepFacts(NamedTuple):
-    """Metadata of one step, sent to every rank."""
+    """Metadata of one step, sent to every rank; ``counts`` and ``sizes`` as in ``Dealt``."""
 
     samples: int
     counts: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None
     rows: int
     record: dict[str, Json]
 
@@ -30,6 +31,7 @@ class DispatchPlan:
 
     Attributes:
         start: facts at the start of the pass.
+        index: this rank's data shard.
         tag: distinguishes the messages of this pass from those of another pass in progress.
         length: see ``Pass.length``.
         step_rows: rows of a full step over all ranks.
@@ -46,6 +48,7 @@ class DispatchPlan:
     """
 
     start: Step
+    index: int
     tag: int
     length: int | None
     step_rows: int
@@ -129,7 +132,8 @@ class DispatchPass(Pass):
         facts, own = next((facts, own) for counted, facts, own in self._notes if counted == number)
         plan.looked_at(facts.record)
         # Only the reading rank has, and needs, the private state of its dataset.
-        return Step(Cursor(plan.start.cursor.epoch, facts.samples), facts.counts, private=own)
+        rows = None if facts.sizes is None else facts.sizes[plan.index]
+        return Step(Cursor(plan.start.cursor.epoch, facts.samples), facts.counts, rows, private=own)
 
     def close(self) -> None:
         super().close()

@@ -26,10 +26,14 @@ ABSENT = _Absent()
 @final
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """One step: a batch per shard (or ``ABSENT``), real rows per shard (None: no padding), and the total of rows."""
+    """One step: a batch per shard (or ``ABSENT``), and the total of rows.
+
+    ``counts`` are the real rows of each shard, ``sizes`` its rows with padding; None: there is no padding.
+    """
 
     parts: tuple[Any, ...]
     counts: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None
     rows: int
 
 
@@ -73,7 +77,7 @@ class Dealer:
         if self.split:
             return self._cut(batches[0], total, full)
         if full and self.slice_fn is None:
-            return Dealt(tuple(batches), None, total)
+            return Dealt(tuple(batches), None, None, total)
         if self.batch_rows is not None and self.even:
             try:
                 return self._cut(join_rows(batches, rows), total, full)
@@ -84,9 +88,11 @@ class Dealer:
     def _whole(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt:
         missing = self.shards - len(batches)
         filling = [batches[i % len(batches)] if self.even else ABSENT for i in range(missing)]
+        if not self.has_rows:
+            return Dealt((*batches, *filling), None, None, sum(rows))
         absent = 0 if self.even else -1
-        counts = (*rows, *[absent] * missing) if missing and self.has_rows else None
-        return Dealt((*batches, *filling), counts, sum(rows))
+        sizes = (*rows, *[rows[i % len(rows)] if self.even else 0 for i in range(missing)])
+        return Dealt((*batches, *filling), (*rows, *[absent] * missing), sizes, sum(rows))
 
     def _cut(self, batch: Any, rows: int, full: bool) -> Dealt:
         size = -(-rows // self.shards)
@@ -100,8 +106,11 @@ class Dealer:
             for index, start in enumerate(starts)
         ]
         absent = 0 if self.even else -1
-        counts = None if full else tuple(min(rows - start, size) if start < rows else absent for start in starts)
-        return Dealt(tuple(parts), counts, rows)
+        if full:
+            return Dealt(tuple(parts), None, None, rows)
+        counts = tuple(min(rows - start, size) if start < rows else absent for start in starts)
+        sizes = tuple(min(max(held - start, 0), size) for start in starts)
+        return Dealt(tuple(parts), counts, sizes, rows)
 
     def _slice(self, batch: Any, wanted: slice, index: int, rows: int) -> Any:
         if self.slice_fn is not None:

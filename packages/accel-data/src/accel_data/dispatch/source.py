@@ -76,6 +76,7 @@ class DispatchSource(Source):
         start = Step(cursor, private=None if base is None else base.step(0).private)
         plan = DispatchPlan(
             start=start,
+            index=self._shard.index,
             tag=self._passes,
             length=length,
             step_rows=self.total_batch_size,
@@ -179,7 +180,7 @@ class DispatchSource(Source):
             if record != self._dealt_with:
                 self._dealt_with = record
             # Steps of a message share this object, so that it is sent once per message.
-            facts = StepFacts(step.cursor.samples, dealt.counts, dealt.rows, self._dealt_with)
+            facts = StepFacts(step.cursor.samples, dealt.counts, dealt.sizes, dealt.rows, self._dealt_with)
             yield Dispatched(dealt.parts, facts, step.private)
 
     def _behind(self) -> dict[str, Json] | None:

@@ -95,7 +95,10 @@ class StreamEpoch(Pass):
         else:
             position, counts = next(facts for counted, *facts in reversed(self._behind) if counted == number)
         self._plan.looked_at(position)
-        return Step(position.cursor if number else self._plan.cursor, counts, private=position.private)
+        cursor, stride, rows = position.cursor if number else self._plan.cursor, self._pool.stride, None
+        if counts is not None:
+            rows = stride.batch_size if stride.even else counts[self._plan.readers.index]
+        return Step(cursor, counts, rows, private=position.private)
 
     def _read(self) -> Generator[Any]:
         lockstep = self._plan.lockstep

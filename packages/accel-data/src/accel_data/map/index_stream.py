@@ -57,8 +57,8 @@ def sharded_step(sharding: Sharding, start: Cursor, number: int, shard: DataShar
     if number == 0:
         return Step(cursor)
     position = sharding.seek(start.samples, number - 1)
-    counts = real_counts(sharding, position, shard.count)
-    return Step(cursor, counts, sharding.window(position, shard.index))
+    counts, own = real_counts(sharding, position, shard.count), sharding.rows(position, shard.index)
+    return Step(cursor, counts, None if own is None else own.count, sharding.window(position, shard.index))
 
 
 def last_remainder(sharding: Sharding, start: int, num_ranks: int) -> int:

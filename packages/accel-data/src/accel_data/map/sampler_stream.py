@@ -197,8 +197,9 @@ class BatchSamplerStream:
             if is_last:
                 is_full = all(part is not None and part[1] == len(part[0]) for part in parts)
                 self.remainder = 0 if is_full else sum(max(count, 0) for count in counts)
-            self._steps.append((number, Step(Cursor(self._start.epoch, samples), counts)))
             part = parts[self._shard.index]
+            rows = None if part is None else len(part[0])
+            self._steps.append((number, Step(Cursor(self._start.epoch, samples), counts, rows)))
             if part is not None:
                 yield part[0]
         if number == 0:
@@ -270,8 +271,11 @@ class FunctionStream:
         """Returns the recorded cursor; calls the function for the real counts of the other ranks."""
         for recorded, before, after in self._cursors:
             if recorded == number:
-                counts = None if number == 0 else tuple(self._real(before, rank) for rank in range(self._shard.count))
-                return Step(after, counts)
+                if number == 0:
+                    return Step(after)
+                own = self._function(before, self._shard)
+                counts = tuple(self._real(before, rank) for rank in range(self._shard.count))
+                return Step(after, counts, None if own is None else len(own.positions))
         raise AssertionError(f"the facts of batch {number} are gone: more was read ahead than the loader said it would")
 
     def _real(self, cursor: Cursor, rank: int) -> int:

@@ -83,12 +83,14 @@ class Step:
     """Facts after one batch has been delivered on every rank.
 
     ``real_counts`` has one entry per data rank: the number of rows of its batch that are samples of this epoch (the
-    rest is padding), or -1 for a rank without a batch in this step. None: unknown, or no padding. ``private`` is the
-    state that an opaque dataset of this rank needs to continue here.
+    rest is padding), or -1 for a rank without a batch in this step. None: unknown, or no padding. ``rows`` is the
+    number of rows of this rank's batch, padding included; None: unknown, or no padding. ``private`` is the state that
+    an opaque dataset of this rank needs to continue here.
     """
 
     cursor: Cursor
     real_counts: tuple[int, ...] | None = None
+    rows: int | None = None
     window: Window | None = None
     private: Mapping[str, Any] | None = None
 

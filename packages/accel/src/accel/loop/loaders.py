@@ -76,9 +76,11 @@ class Loaders:
         if group is not None:
             data = join_parts(data, strategy.parallelism.size("sp"), group)
         loader = self._clock.active_loader
-        counts = None if loader is None else loader.real_counts
+        counts, rows = (None, None) if loader is None else (loader.real_counts, loader.batch_rows)
         shards = self.shards_of_ranks()
-        return gather_for_metrics(strategy.session, data, counts, shard_of=shards, use_gather_object=use_gather_object)
+        return gather_for_metrics(
+            strategy.session, data, counts, rows=rows, shard_of=shards, use_gather_object=use_gather_object
+        )
 
     def shards_of_ranks(self) -> list[int] | None:
         """Data shard of each rank; None if every rank has its own."""
