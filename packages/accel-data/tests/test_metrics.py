@@ -1,12 +1,15 @@
 """Gathered rows of a batch, each sample once."""
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from accel_data.metrics import gather_for_metrics
-from accel_state import ParallelismConfig, Session
+from accel_state import DataError, ParallelismConfig, Session
 
 SPLIT = ParallelismConfig(dp_shard_size=2, tp_size=2)
 
@@ -75,6 +78,22 @@ def test_several_rows_for_each_sample_are_kept_with_their_sample(rank: int, coun
     gathered = gather_for_metrics(session, data, counts, rows=3)
     expected = [3 * one + place for one in range(2) for place in range(counts[one]) for _ in range(4)]
     assert (gathered.tolist() if kind == "tensors" else gathered) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks(2))])
+@pytest.mark.parametrize("kind", [iter, tuple, range, lambda rows: map(int, rows), deque], ids=str)
+def test_iterators_are_rows_too(ranks: int, kind: Callable[[range], Any]) -> None:
+    session = Session.open(cpu=True)
+    counts = (3, 1)[:ranks]
+    rows = range(3 * session.rank, 3 * session.rank + 3)
+    data = rows if kind is range else kind(rows)
+    assert gather_for_metrics(session, data, counts, rows=3) == [0, 1, 2, 3][: sum(counts)]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks(2))])
+def test_a_set_has_no_rows(ranks: int) -> None:
+    with pytest.raises(DataError, match="was given a set, whose items have no order"):
+        gather_for_metrics(Session.open(cpu=True), {"a", "b"}, None)
 
 
 @pytest.mark.ranks(2)

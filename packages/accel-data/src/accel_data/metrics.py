@@ -1,6 +1,6 @@
 """Results of all ranks for metrics, without the samples that were repeated to fill the last batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,12 @@ def gather_for_metrics(
     """Gathers ``data`` from all ranks and keeps the rows of the first ``real_counts[shard]`` samples of each shard.
 
     Tensors in any nesting are concatenated along dimension 0. Other data (or all data, with ``use_gather_object``) are
-    gathered as objects: the items of a list or array count as rows, and the result is one list. None beside tensors
-    stays None, unless ``data`` is a list. A leaf may have several rows for each sample (tokens, beams); one whose
-    number of rows is no multiple of the batch's (a mean) keeps all of them. ``real_counts`` None keeps all rows: no
-    sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an uneven end of an epoch)
-    are not waited for, and do not receive the rows of the others. Tensors on XLA devices already have the rows of all
-    ranks.
+    gathered as objects: the items of a list, array or iterator count as rows, and the result is a list. None beside
+    tensors stays None, unless ``data`` is a list. A leaf may have several rows for each sample (tokens, beams); one
+    whose number of rows is no multiple of the batch's (a mean) keeps all of them. ``real_counts`` None keeps all rows:
+    no sample was repeated, or their number is unknown. Ranks without a batch in this step (-1: an uneven end of an
+    epoch) are not waited for, and do not receive the rows of the others. Tensors on XLA devices already have the rows
+    of all ranks.
 
     Args:
         rows: rows of this rank's batch, repeated samples included. None: none is repeated.
@@ -37,7 +37,9 @@ def gather_for_metrics(
             same rows, of which the first rank's are kept. None: each rank has its own.
 
     Raises:
-        DataError: ``data`` is no list and has tensors beside other objects, which have no rows to keep.
+        DataError: ``data`` is no list and has tensors beside other objects, which have no rows to keep; or it is a
+            set, whose items have no order.
+        TypeError: ``data`` is another object without items, or a text or mapping of them.
     """
     leaves, structure = nested.flatten(data)
     if not use_gather_object and not isinstance(data, list) and _is_mixed(leaves):
@@ -46,17 +48,11 @@ def gather_for_metrics(
         gathered = iter(gather_for_metrics(session, tensors, real_counts, rows=rows, shard_of=shard_of))
         return nested.unflatten([None if leaf is None else next(gathered) for leaf in leaves], structure)
     as_objects = use_gather_object or not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if as_objects:
+        data = _items(data)
     if not as_objects and session.world_size > 1 and any(is_full(leaf) for leaf in leaves):
-
-        def kept(leaf: torch.Tensor) -> Any:
-            if not is_full(leaf):
-                return gather_for_metrics(session, leaf, real_counts, rows=rows, shard_of=shard_of)
-            if real_counts is None or leaf.ndim == 0 or leaf.shape[0] % len(real_counts):
-                return leaf
-            size = leaf.shape[0] // len(real_counts)
-            return _keep_rows(leaf, [_kept(size, count, rows) for count in real_counts])
-
-        return nested.map_leaves(kept, data)
+        gather_leaf = partial(_gather_full, session, real_counts=real_counts, rows=rows, shard_of=shard_of)
+        return nested.map_leaves(gather_leaf, data)
     speaks = [True] * session.world_size
     if shard_of is not None and len(set(shard_of)) < session.world_size:
         speaks = [shard not in shard_of[:rank] for rank, shard in enumerate(shard_of)]
@@ -110,6 +106,17 @@ def _check_others(data: Any) -> None:
             )
 
 
+def _items(data: Any) -> Any:
+    """Returns the items of a list, tuple, array or iterator as a list; other objects, which have no rows, unchanged."""
+    if isinstance(data, set | frozenset):
+        raise DataError(
+            f"gather_for_metrics was given a {type(data).__name__}, whose items have no order, so that those of "
+            "repeated samples cannot be told; nearest: a list with one item for each row"
+        )
+    is_scalar = isinstance(data, str | bytes | Mapping) or getattr(data, "ndim", 1) == 0
+    return list(data) if isinstance(data, Iterable) and not is_scalar else data
+
+
 def _kept(length: int, count: int, rows: int | None) -> int:
     """Returns how many of the ``length`` rows of a leaf belong to the first ``count`` of ``rows`` samples.
 
@@ -124,8 +131,7 @@ def _kept(length: int, count: int, rows: int | None) -> int:
 def _truncated(data: Any, count: int, rows: int | None, as_objects: bool) -> Any:
     """Returns what this rank's first ``count`` samples contribute."""
     if as_objects:
-        is_array = hasattr(data, "__array__") and getattr(data, "ndim", 0) > 0
-        return list(data[: _kept(len(data), count, rows)]) if isinstance(data, list | tuple) or is_array else data
+        return data[: _kept(len(data), count, rows)] if isinstance(data, list) else data
     return nested.map_leaves(lambda leaf: _first_rows(leaf, count, rows) if leaf.ndim else leaf, data)
 
 
@@ -138,6 +144,23 @@ def _first_rows(leaf: torch.Tensor, count: int, rows: int | None) -> torch.Tenso
 def _gather_equal(session: Session, data: Any, *, as_objects: bool) -> Any:
     """Gathers all rows, of which every rank has equally many."""
     return session.gather_object(data) if as_objects else session.gather(data)
+
+
+def _gather_full(
+    session: Session,
+    leaf: torch.Tensor,
+    *,
+    real_counts: Sequence[int] | None,
+    rows: int | None,
+    shard_of: Sequence[int] | None,
+) -> Any:
+    """Gathers a leaf, unless it already has the rows of all ranks."""
+    if not is_full(leaf):
+        return gather_for_metrics(session, leaf, real_counts, rows=rows, shard_of=shard_of)
+    if real_counts is None or leaf.ndim == 0 or leaf.shape[0] % len(real_counts):
+        return leaf
+    size = leaf.shape[0] // len(real_counts)
+    return _keep_rows(leaf, [_kept(size, count, rows) for count in real_counts])
 
 
 def _gather_speakers(session: Session, data: Any, *, speaks: Sequence[bool], as_objects: bool) -> Any:
