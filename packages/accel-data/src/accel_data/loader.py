@@ -162,9 +162,6 @@ class PreparedLoader:
         if epoch is not None:
             self.set_epoch(epoch)
 
-    def _announce(self) -> None:
-        self._source.announce(self._progress.position.epoch)
-
     def _sought(self) -> Cursor | None:
         """Returns the start of the next pass, in the epoch chosen last, if it is not that of the position."""
         choice, start = self._progress.choice, self._start
@@ -398,7 +395,7 @@ class PreparedLoader:
             warn_of_rest(self._source, state.cursor)
         self._progress.go(Position().loaded(state.cursor, ended=ended), saved=state.state_dict())
         self._start = None
-        self._announce()
+        self._source.announce(self._progress.position.epoch)
 
     def undo(self) -> Callable[[], None]:
         """Returns a function that undoes every ``load_state_dict`` from now on, for a load that another object refuses.
@@ -411,7 +408,7 @@ class PreparedLoader:
             source()
             progress()
             self._start = start
-            self._announce()
+            self._source.announce(self._progress.position.epoch)
 
         return undo
 
