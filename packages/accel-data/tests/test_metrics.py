@@ -81,7 +81,11 @@ def test_several_rows_for_each_sample_are_kept_with_their_sample(rank: int, coun
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks(2))])
-@pytest.mark.parametrize("kind", [iter, tuple, range, lambda rows: map(int, rows), deque], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [iter, tuple, range, lambda rows: map(int, rows), deque],
+    ids=["iterator", "tuple", "range", "map", "deque"],
+)
 def test_iterators_are_rows_too(ranks: int, kind: Callable[[range], Any]) -> None:
     session = Session.open(cpu=True)
     counts = (3, 1)[:ranks]
