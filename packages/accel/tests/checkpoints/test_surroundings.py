@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+import accel_ckpt
 from accel import Accelerator, ProjectConfiguration
 from accel_ckpt.loading import checkpoint
 from accel_state.errors import CheckpointCorruptError
+from accel_state.rng import rng_state
 from accel_testing import RankPool
 
 
@@ -130,3 +132,30 @@ def test_a_run_beside_another_one_in_the_same_project_is_warned(
     caplog.clear()
     first.save_state()
     assert "another run" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"config": "base.yaml"},
+        {"config": {"values": 3}},
+        {"numbers": [1]},
+        {"numbers": {"data_shards": "x"}},
+        {"unknown": 5},
+        {"companions": [1]},
+    ],
+    ids=str,
+)
+def test_metadata_of_another_program_are_no_obstacle(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    """A loop of one's own saved the weights, and uses the same names for other things."""
+    saved = nn.Linear(2, 2)
+    accel_ckpt.save(
+        tmp_path / "own",
+        {"model": saved.state_dict(), "clock": {"steps": {}}},
+        local={"rng": rng_state()},
+        metadata=metadata,
+    )
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.load_state(tmp_path / "own")
+    assert torch.equal(accelerator.unwrap_model(model).weight, saved.weight)

@@ -20,7 +20,7 @@ from accel.checkpoints.gradients import (
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport
 from accel.checkpoints.requests import LoadRequest, SaveRequest
 from accel.checkpoints.restore import Restoration
-from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription
+from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription, section
 from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_load_hooks, run_save_hooks
 from accel.checkpoints.train_state import (
     LoaderState,
@@ -299,7 +299,7 @@ class Checkpointer:
             options = request.options
             checkpoint, restoration = self._loaded(request)
             if options.parts is None:
-                noted = checkpoint.metadata.get(COMPANIONS_KEY) or {}
+                noted = section(checkpoint.metadata, COMPANIONS_KEY)
                 for name, companion in self._side_states.items():
                     companion.load(noted.get(name))
                 self._places.continue_after(checkpoint.path, saved=False)
@@ -392,7 +392,8 @@ class Checkpointer:
         dropped = [model for model in models if not any(model is one for one in kept)]
         parts = self.train_state(options)
         ignored = {name for name, part in parts.items() if isinstance(part, ModelState) and part.model in dropped}
-        kinds = checkpoint.metadata.get(UNKNOWN_KEY) or ()
+        unknown = checkpoint.metadata.get(UNKNOWN_KEY)
+        kinds = unknown if isinstance(unknown, list | tuple) else ()
         ignored |= {name for name in parts if name.split("_")[0] in kinds and name not in checkpoint.names}
         # Without strict, a checkpoint may lack parameters, which would keep the values of a damaged one that was read
         # before.

@@ -84,6 +84,12 @@ class RunDescription:
         }
 
 
+def section(metadata: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns an entry of a checkpoint's metadata that has entries by name; empty if it is another program's entry."""
+    found = metadata.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[Change, ...]:
     """Entries of two flat descriptions that differ; entries that only one of them has are ignored."""
     regrouped = _batches(saved) != _batches(here)
@@ -98,16 +104,18 @@ def _batches(facts: Mapping[str, Any]) -> int:
     """Factor by which the number of processes multiplies a loader's batches."""
     if facts.get("global_batch_size") or facts.get("split_batches"):
         return 1
-    return int(facts.get(_SHARDS, facts[_PROCESSES]))
+    shards = facts.get(_SHARDS)
+    return int(shards if isinstance(shards, int) else facts[_PROCESSES])
 
 
 def _description(checkpoint: "Checkpoint") -> dict[str, Any]:
     """A checkpoint's description, flat; that of an older checkpoint has only the numbers in its settings."""
     metadata, writer = checkpoint.metadata, checkpoint.manifest.writer
-    given = (metadata.get(CONFIG_KEY) or {}).get("values", {})
+    given = section(section(metadata, CONFIG_KEY), "values")
     old = {name: given[name] for name in (_PRECISION, _STEPS) if name in given}
     torch = writer.get("torch") if isinstance(writer, Mapping) else None
-    return _flat({NUMBERS_KEY: old, **metadata}, checkpoint.world_size, torch)
+    numbers = section(metadata, NUMBERS_KEY) if NUMBERS_KEY in metadata else old
+    return _flat({**metadata, NUMBERS_KEY: numbers}, checkpoint.world_size, torch)
 
 
 def _flat(document: Mapping[str, Any], world_size: int, torch: str | None) -> dict[str, Any]:
