@@ -29,8 +29,9 @@ def uncleared_optimizers(prepared: "PreparedObjects", clock: "StepClock") -> Sid
     def save() -> list[int]:
         return [number for number, one in enumerate(prepared.optimizers) if one.uncleared]
 
-    def load(numbers: Collection[int] | None) -> None:
-        clock.uncleared = {one for number, one in enumerate(prepared.optimizers) if number in (numbers or ())}
+    def load(numbers: object) -> None:
+        listed = numbers if isinstance(numbers, list) else ()  # an older checkpoint has none
+        clock.uncleared = {one for number, one in enumerate(prepared.optimizers) if number in listed}
 
     return SideState(save, load)
 
