@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from accel.loop.accumulator import StepClock
+from accel_backends import DDPConfig, FSDPConfig
 from accel_data.order.cursor import Window
 from accel_testing.ranks.pool import RankPool
 
@@ -121,4 +122,39 @@ def test_resumed_ranks_without_a_further_backward_step_with_the_gradients_that_w
         optimizer.step()
     with accelerator.full_parameters(model):
         assert float(accelerator.unwrap_model(model)[0].weight) == -4.0
+    accelerator.end_training()
+
+
+class Parts(nn.Module):
+    """Two weights, one of which a call may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        self.seldom = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        nn.init.zeros_(self.always.weight)
+        nn.init.zeros_(self.seldom.weight)
+
+    def forward(self, rows: torch.Tensor, *, both: bool) -> torch.Tensor:
+        return self.always(rows) + self.seldom(rows) if both else self.always(rows)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("config", [DDPConfig, FSDPConfig])
+def test_resumed_ranks_average_what_the_rest_of_the_window_leaves_out(
+    tmp_path: Path, rank: int, config: type[DDPConfig | FSDPConfig]
+) -> None:
+    strategy = config(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    plain = Parts()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+    for both in (True, False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), 6.0 + 4 * rank, dtype=torch.float64), both=both).sum())
+            optimizer.step()
+        if both:
+            accelerator.load_state(accelerator.save_state(tmp_path / "open"))
+    with accelerator.full_parameters(model):
+        assert float(accelerator.unwrap_model(model).seldom.weight) == -4.0
+        assert float(accelerator.unwrap_model(model).always.weight) == -8.0
     accelerator.end_training()

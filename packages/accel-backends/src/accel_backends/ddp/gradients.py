@@ -1,6 +1,6 @@
 """Gradients of models in DistributedDataParallel."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 from weakref import ref
@@ -38,6 +38,16 @@ class DDPGradients(ReplicatedGradients):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 means.append(parameter.grad)
         average_tensors(means, self.group)
+
+    def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """As every backend; averages them at once with ``find_unused_parameters``.
+
+        The reducer then averages only parameters that it has seen a backward of the window reach.
+        """
+        super().set_unreduced(model, gradients)
+        wrapped = find_ddp(model)
+        if wrapped is not None and wrapped.find_unused_parameters:
+            self.reduce(model)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
         """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are equal on all ranks."""
