@@ -144,16 +144,18 @@ class Parts(nn.Module):
 def test_resumed_ranks_average_what_the_rest_of_the_window_leaves_out(
     tmp_path: Path, rank: int, config: type[DDPConfig | FSDPConfig]
 ) -> None:
-    strategy = config(find_unused_parameters=True)
-    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
-    plain = Parts()
-    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
     for both in (True, False):
+        strategy = config(find_unused_parameters=True)
+        accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+        plain = Parts()
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+        if not both:
+            accelerator.load_state(tmp_path / "open")
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.full((1, 1), 6.0 + 4 * rank, dtype=torch.float64), both=both).sum())
             optimizer.step()
         if both:
-            accelerator.load_state(accelerator.save_state(tmp_path / "open"))
+            accelerator.save_state(tmp_path / "open")
     with accelerator.full_parameters(model):
         assert float(accelerator.unwrap_model(model).seldom.weight) == -4.0
         assert float(accelerator.unwrap_model(model).always.weight) == -8.0
