@@ -53,7 +53,7 @@ class PreparedLoader:
     """Start of the next pass, if it is not that of the position."""
     _skips: int | None
     """Batches between the start of an epoch and ``_start``; None: it was not counted from there."""
-    _choice: Cursor
+    _choice: Cursor | None
     """``LoaderProgress.choice`` that ``_start`` follows."""
     _last: Pass | None
 
@@ -71,9 +71,8 @@ class PreparedLoader:
         self._placer = placer
         self._observer, self._alarm = observer, alarm
         self.gate: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None
-        # A pass sets these three for each batch, past ``__setattr__``, which looks for the DataLoader's attributes.
-        vars(self).update(_progress=LoaderProgress(), _start=None, _last=None)
-        self._skips, self._choice = None, self._progress.choice
+        # Past ``__setattr__``, which looks for the DataLoader's attributes; a pass sets some of these for each batch.
+        vars(self).update(_progress=LoaderProgress(), _start=None, _skips=None, _choice=None, _last=None)
 
     def __iter__(self) -> Iterator[Any]:
         observer, own = self._observer, vars(self)
@@ -165,7 +164,7 @@ class PreparedLoader:
     def _sought(self) -> Cursor | None:
         """Returns the start of the next pass, in the epoch chosen last, if it is not that of the position."""
         choice, start = self._progress.choice, self._start
-        if start is not None and choice is not self._choice and choice.epoch != start.epoch:
+        if start is not None and choice is not None and choice is not self._choice and choice.epoch != start.epoch:
             self._start = None if self._skips is None else _after(self._source, choice, self._skips)
         self._choice = choice
         return self._start

@@ -18,13 +18,13 @@ class LoaderProgress:
     Attributes:
         live: the pass that ``position`` is inside of, or was left in.
         saved: the loaded state, as long as no pass has begun and no other position was chosen since.
-        choice: start of the epoch that ``set_epoch`` chose last; another object for each choice.
+        choice: start of the epoch that ``set_epoch`` chose last, another object for each choice; None: it chose none.
     """
 
     position: Position = field(default_factory=Position)
     live: Pass | None = None
     saved: Mapping[str, Any] | None = None
-    choice: Cursor = field(default_factory=Cursor)
+    choice: Cursor | None = None
     _counted: int = 0
 
     def go(self, position: Position, live: Pass | None = None, saved: Mapping[str, Any] | None = None) -> None:
