@@ -200,6 +200,23 @@ def test_after_a_backward_of_another_model_no_sync_keeps_the_gradients_of_this_r
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("unused", [False, True], ids=["all used", "find unused"])
+def test_parts_that_only_the_first_backward_of_a_window_used_are_averaged(rank: int, unused: bool) -> None:
+    ddp, model, own, reference, other = prepared(find_unused_parameters=unused)
+    unrelated = nn.Linear(WIDTH, 1).double()
+    for number in range(3):
+        for micro, used in enumerate([(0, 1, 2), (0,), (0,)]):
+            batch = rows(number, 0)
+            ddp.backward(unrelated(batch[rank]).mean())
+            with ddp.no_sync(reference if micro == 2 else model):
+                ddp.backward(model(batch[rank], used).square().mean())
+            for each in range(RANKS):
+                (reference(batch[each], used).square().mean() / RANKS).backward()
+        step(own, other)
+        assert_equal(model, reference)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "find unused"])
 def test_a_triggered_backward_reduces_after_the_block_of_its_forward_has_ended(rank: int, unused: bool) -> None:
     ddp, model, own, reference, other = prepared(find_unused_parameters=unused)
     for number in range(3):

@@ -98,18 +98,15 @@ class Reduction:
         """Ends the preparation of a backward that reached no parameter, because the next one is under ``no_sync``.
 
         Otherwise the reducer would reduce the gradients of that one. With ``find_unused_parameters`` it would also
-        count all parameters as unused in the first of its gradients, and raise an error at the second; gradients of
-        -0.0 would count as used.
+        count all parameters as unused in the first of its gradients, and raise an error at the second. What earlier
+        backwards of the window have left is reduced here.
         """
         model = self._model()
         if model is None or self._marks is None or model.require_forward_param_sync is True:
             return
         self._marks = None
-        if model.find_unused_parameters:
-            model.reducer._reset_state()
-            return
         without = [parameter for parameter in self._expected if parameter.grad is None]
-        self._add_nothing(self._expected)
+        self._add_nothing(self._expected, model.reducer if model.find_unused_parameters else None)
         if without:
             _drop_nothing(without)
 
@@ -157,10 +154,15 @@ class Reduction:
         if without:
             _drop_nothing(without)
 
-    def _add_nothing(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Passes the reducer gradients of -0.0, those of frozen parameters included."""
+    def _add_nothing(self, parameters: Sequence[torch.Tensor], unprepared: Any = None) -> None:
+        """Passes the reducer gradients of -0.0, those of frozen parameters included.
+
+        ``unprepared``: the reducer, if it has to be prepared for a backward that reaches all of these parameters.
+        """
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         _set_requires_grad(frozen, True)
+        if unprepared is not None:
+            unprepared.prepare_for_backward([parameter.view_as(parameter) for parameter in parameters])
         torch.autograd.backward(parameters, [self._nothing(parameter) for parameter in parameters])
         _set_requires_grad(frozen, False)
 
