@@ -84,6 +84,12 @@ def prepared(make_model: Callable[[], nn.Module] = make, **options: Any) -> tupl
     return ddp, ddp.prepare(Bundle([model], [own])).models[0], own, reference, other
 
 
+def add_means(reference: nn.Module, batch: torch.Tensor, used: tuple[int, ...]) -> None:
+    """Adds the gradients of the loss of all ranks to a model in one process."""
+    for each in range(RANKS):
+        (reference(batch[each], used).square().mean() / RANKS).backward()
+
+
 def step(*optimizers: torch.optim.Optimizer) -> None:
     for optimizer in optimizers:
         optimizer.step()
@@ -130,8 +136,7 @@ def test_parameters_thawed_or_frozen_after_prepare_train_as_in_one_process(rank:
             batch = rows(number, micro)
             with ddp.no_sync(reference if micro else model):
                 ddp.backward(model(batch[rank], (0, 1, 2)).square().mean())
-            for each in range(RANKS):
-                (reference(batch[each], (0, 1, 2)).square().mean() / RANKS).backward()
+            add_means(reference, batch, (0, 1, 2))
         step(own, other)
         assert_equal(model, reference)
 
@@ -192,8 +197,7 @@ def test_after_a_backward_of_another_model_no_sync_keeps_the_gradients_of_this_r
                 alone(batch[rank], (0, 1, 2)).square().mean().backward()
                 for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
                     torch.testing.assert_close(mine.grad, expected.grad, rtol=0, atol=1e-12)
-            for each in range(RANKS):
-                (reference(batch[each], (0, 1, 2)).square().mean() / RANKS).backward()
+            add_means(reference, batch, (0, 1, 2))
         step(own, other)
         assert_equal(model, reference)
 
@@ -209,8 +213,7 @@ def test_parts_that_only_the_first_backward_of_a_window_used_are_averaged(rank: 
             ddp.backward(unrelated(batch[rank]).mean())
             with ddp.no_sync(reference if micro == 2 else model):
                 ddp.backward(model(batch[rank], used).square().mean())
-            for each in range(RANKS):
-                (reference(batch[each], used).square().mean() / RANKS).backward()
+            add_means(reference, batch, used)
         step(own, other)
         assert_equal(model, reference)
 
@@ -225,8 +228,7 @@ def test_a_triggered_backward_reduces_after_the_block_of_its_forward_has_ended(r
             loss = model(batch[rank], (0, 1, 2)).square().mean()
         with ddp.trigger_sync(model):
             ddp.backward(loss)
-        for each in range(RANKS):
-            (reference(batch[each], (0, 1, 2)).square().mean() / RANKS).backward()
+        add_means(reference, batch, (0, 1, 2))
         step(own, other)
         assert_equal(model, reference)
 
