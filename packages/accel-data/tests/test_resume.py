@@ -987,6 +987,17 @@ def test_what_a_sampler_is_made_of_is_changed_in_place_for_the_next_epoch_only(s
     assert len(values) == 24 or 12 in chain.from_iterable(later)
 
 
+@pytest.mark.parametrize(
+    "indices", [["a", "b"], [(1, 2), (3,)], [torch.ones(2), torch.ones(3)], [None], np.array(["a"])]
+)
+def test_a_sampler_of_ones_own_may_have_other_indices_than_numbers(indices):
+    sampler = Walked(24)
+    sampler.indices = indices
+    loader = loader_of(sampler=sampler)
+    for _ in range(2):
+        assert sorted(chain.from_iterable(loader)) == list(range(24))
+
+
 def test_another_order_is_refused_inside_an_epoch_only():
     shuffled, plain = loader_of(shuffle=True), loader_of()
     plain.load_state_dict(shuffled.state_dict())

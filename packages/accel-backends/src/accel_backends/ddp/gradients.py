@@ -40,9 +40,10 @@ class DDPGradients(ReplicatedGradients):
         average_tensors(means, self.group)
 
     def set_unreduced(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """As every backend; averages them at once with ``find_unused_parameters``.
+        """As every backend; with ``find_unused_parameters`` averages them at once.
 
-        The reducer then averages only parameters that it has seen a backward of the window reach.
+        Otherwise a parameter that no later backward of the window reaches would keep this rank's gradient, because the
+        reducer then averages only what backwards since the last reduction have reached.
         """
         super().set_unreduced(model, gradients)
         wrapped = find_ddp(model)

@@ -26,7 +26,7 @@ def joined(
 
     Within the context each rank decides alone whether gradients overflowed: DDP averages them, so all ranks that still
     step have the same gradients, and ranks without batches take part in no further collective. torch leaves the models
-    configured for the context; they would go on telling the other ranks of every forward.
+    configured for the context, in which each forward and backward is a collective.
     """
     before = [model._join_config for model in models]
     reduce = None if scaler is None else scaler.reduce

@@ -40,7 +40,10 @@ def _content(value: Any) -> Any:
     """Returns a copy of a tensor, array or list of numbers; another value itself."""
     if not isinstance(value, torch.Tensor | list | tuple) and not hasattr(value, "__array__"):
         return value
-    return owned(value, torch.float64)
+    try:
+        return owned(value, torch.float64)
+    except (TypeError, ValueError, RuntimeError):  # a sampler of the user's own may call anything by these names
+        return value
 
 
 def _chain_of(parts: DataLoaderParts) -> list[Any]:

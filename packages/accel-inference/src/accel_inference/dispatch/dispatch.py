@@ -87,9 +87,9 @@ def dispatch_model(  # noqa: PLR0913  (the signature that users know)
 
 
 def _align_encoder(model: nn.Module) -> None:
-    """Attaches the hook with which transformers generates from a placed encoder, and which it takes from Accelerate.
+    """Attaches a device hook to the encoder of an encoder-decoder model that has none.
 
-    ``generate`` imports Accelerate's hooks if a model has a ``hf_device_map`` and its encoder no hook.
+    Otherwise ``generate`` of transformers imports Accelerate for such a hook, if the model has a ``hf_device_map``.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         encoder = model.get_encoder()  # type: ignore[operator]

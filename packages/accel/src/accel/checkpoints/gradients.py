@@ -39,8 +39,9 @@ def uncleared_optimizers(prepared: "PreparedObjects", clock: "StepClock") -> Sid
 def has_gradients_of_later_steps(backend: "Backend", prepared: "PreparedObjects") -> bool:
     """Whether the next step of an optimizer uses gradients that this rank has, zero ones not counted.
 
-    Losses of other models have added them after the optimizer cleared; one that has stepped and not cleared uses none.
-    What ``zero_grad(set_to_none=False)`` leaves is read, which waits for devices.
+    Losses of other models add such gradients after the optimizer's ``zero_grad``. An optimizer that has stepped and not
+    cleared has none, because its next ``zero_grad`` clears them. Gradients after ``zero_grad(set_to_none=False)`` are
+    compared with zero, which waits for the device.
     """
     if any(map(backend.gradients.outside_grad, prepared.models)):
         return True
