@@ -24,9 +24,8 @@ def main(folder: Path) -> None:
         Accelerator()
     except BackendError as error:
         found["refusal"] = str(error)
-    accel_backends.xla.backend.check_hosts = (
-        lambda *_: None
-    )  # from here on the runtime is believed to connect both machines
+    # From here on the runtime is believed to connect both machines.
+    accel_backends.xla.backend.check_hosts = lambda *_: None
     accelerator = Accelerator()
     session, device = accelerator.session, accelerator.device
     set_seed(accelerator.process_index)
@@ -59,7 +58,7 @@ def main(folder: Path) -> None:
         "host": [accelerator.gather(own).tolist(), accelerator.reduce(own, "sum").tolist()],
         "whole": [accelerator.gather(whole).tolist(), accelerator.reduce(whole, "sum", scale=2.0).tolist()],
         "padded": list(accelerator.pad_across_processes(whole).shape),
-        "mixed": [one.tolist() for one in gather_for_metrics(session, (whole, own.repeat(2)), (2, 1))],
+        "mixed": [one.tolist() for one in gather_for_metrics(session, (whole, own.repeat(2)), (2, 1), rows=2)],
         "first's": session.broadcast(own.to(device)).tolist(),
         "objects": accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True),
         "trigger": accelerator.check_trigger(),
