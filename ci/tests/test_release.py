@@ -1,6 +1,7 @@
-"""A release has a wheel of each package, digests that verify, and its provenance."""
+"""A release has a wheel of each package, digests that verify, its provenance and a signature."""
 
 import json
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -11,7 +12,7 @@ from packaging.requirements import Requirement
 
 import accel
 from ci.check_wheels import projects
-from ci.release import ROOT, digests, git, release
+from ci.release import NAMESPACE, ROOT, digests, git, release, sha256, sign
 
 
 @pytest.mark.slow
@@ -21,12 +22,54 @@ def test_a_release_can_be_verified_and_repeated(tmp_path: Path, monkeypatch: pyt
     assert {wheel.name.split("-")[0] for wheel in wheels} == {name.replace("-", "_") for name in projects()}
     verify = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
     subprocess.run(verify, cwd=tmp_path / "dist", check=True)
-    facts = json.loads((tmp_path / "dist" / "provenance.json").read_text(encoding="utf-8"))
-    assert facts["commit"] == git("rev-parse", "HEAD")
+    stated = json.loads((tmp_path / "dist" / "provenance.json").read_text(encoding="utf-8"))
+    source, *_ = stated["predicate"]["buildDefinition"]["resolvedDependencies"]
+    assert source["digest"] == {"gitCommit": git("rev-parse", "HEAD")}
+    named = {subject["name"]: subject["digest"]["sha256"] for subject in stated["subject"]}
+    assert named == {wheel.name: sha256(wheel) for wheel in wheels}
     again = release(tmp_path / "again", check=False)
     assert digests(again) == digests(wheels)
     wheels[0].write_bytes(wheels[0].read_bytes() + b"\0")
     assert subprocess.run(verify, cwd=tmp_path / "dist", capture_output=True).returncode != 0
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(path)], check=True)
+    return path
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs OpenSSH")
+def test_a_signature_verifies_for_what_was_signed_with_the_key_of_releases_alone(tmp_path: Path, key: Path) -> None:
+    sums, signers = tmp_path / "SHA256SUMS", tmp_path / "signers"
+    sums.write_text("0  a.whl\n")
+    signature = sign(sums, key)
+    signers.write_text(f"releases {key.with_suffix('.pub').read_text()}")
+
+    def verifies(content: bytes, namespace: str = NAMESPACE) -> bool:
+        command = ["ssh-keygen", "-Y", "verify", "-f", signers, "-I", "releases", "-n", namespace, "-s", signature]
+        return subprocess.run(command, input=content, capture_output=True).returncode == 0
+
+    assert verifies(sums.read_bytes())
+    assert not verifies(b"1  a.whl\n")
+    assert not verifies(sums.read_bytes(), "git")
+    signers.write_text("releases ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA\n")
+    assert not verifies(sums.read_bytes())
+
+
+def test_a_release_without_its_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no key at .*missing; expected a private SSH key"):
+        release(tmp_path / "dist", key=tmp_path / "missing")
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs OpenSSH")
+def test_a_work_tree_that_its_commit_does_not_describe_is_not_signed(
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ci.release.changed", lambda: True)
+    with pytest.raises(SystemExit, match="uncommitted changes"):
+        release(tmp_path / "dist", key=key)
 
 
 def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
