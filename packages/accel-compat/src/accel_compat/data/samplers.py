@@ -75,6 +75,9 @@ class CompatBatchShard(BatchSampler):
             if count < self.num_processes and not self.drop_last:
                 first += batch
                 early.append(batch)
+            if len(pending) == self.num_processes:  # its last batch is short, as at the end of a bucket
+                yield pending[self.process_index]
+                pending = []
             pending.append(batch)
             if len(pending) == self.num_processes and self._is_full(batch):
                 yield pending[self.process_index]
@@ -94,17 +97,11 @@ class CompatBatchShard(BatchSampler):
         return self.batch_size is None or len(batch) == self.batch_size
 
     def _filled(self, pending: list[Any], first: list[Any]) -> list[Any]:
-        """This process's batch of the last group, filled up with the first samples."""
-        size = self.batch_size
-        if self.process_index < len(pending) and len(pending[self.process_index]) == size:
-            return list(pending[self.process_index])
-        short = [one for one in pending if len(one) < size]
-        lead = short[0] if short else []
+        """This process's batch of the last group, filled up with the first samples, which the processes take in turn."""
         fillers = cycle(first)
-        position = len(pending) - 1 if short else len(pending)
-        for index in range(position, self.process_index + 1):
-            start = lead if index == position else []
-            made = [*start, *islice(fillers, size - len(start))]
+        for index in range(self.process_index + 1):
+            held = pending[index] if index < len(pending) else []
+            made = [*held, *islice(fillers, max(0, self.batch_size - len(held)))]
         return made
 
 
