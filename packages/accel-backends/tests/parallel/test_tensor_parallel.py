@@ -165,6 +165,28 @@ def test_embeddings_are_sharded_with_their_gradients(rank, style, padding):
     assert distance(full(weight.grad), expected[0].weight.grad) < 1e-6
 
 
+class ScaledEmbedding(nn.Embedding):
+    """As that of Gemma."""
+
+    def forward(self, input, *, scale=3):
+        return super().forward(input) * scale
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["embedding_rowwise", "embedding_colwise"])
+def test_an_embedding_computes_beside_its_lookup(rank, style):
+    torch.manual_seed(0)
+    expected = ScaledEmbedding(8, 4)
+    model = nn.Sequential(ScaledEmbedding.from_pretrained(expected.weight.detach().clone(), freeze=False))
+    apply_tensor_parallel(model, tp_mesh(), {"0": style})
+    indices = torch.tensor([[0, 1, 6], [7, 6, 6]])
+    for one in (expected, model):
+        one(indices).square().sum().backward()
+    assert torch.equal(model(indices), expected(indices))
+    assert torch.equal(model[0](indices, scale=1), expected(indices, scale=1))
+    assert distance(full(model[0].weight.grad), expected.weight.grad) < 1e-6
+
+
 @pytest.mark.ranks(2)
 def test_indices_that_no_rank_has_fail_as_in_one_process(rank):
     model = nn.Sequential(nn.Embedding(8, 4))

@@ -6,7 +6,7 @@ are sharded, followed by a matrix split by rows, whose outputs are summed; and s
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast, final
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from accel_backends.parallel.exchange import Exchange, exchanged
 from accel_backends.parallel.matrices import Matrix, matrix_of
@@ -175,12 +176,13 @@ class ShardedEmbedding(Style):
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Replaces the forward of this module by one that looks up this rank's rows or columns.
 
-        DTensor's own gradient of an embedding sharded over its rows is full on every rank.
+        DTensor's own gradient of an embedding sharded over its rows is full on every rank. What a class of its own
+        computes around the lookup (Gemma scales what it found) stays.
         """
         over_rows = self.over == "rows"
         placement: Placement = Partial() if over_rows else Shard(-1)
 
-        def forward(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        def look_up(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
             weight = _local(layer.weight)
             first = mesh.get_local_rank() * len(weight) if over_rows else 0
             indices = _distributed(input, mesh, Replicate()).to_local() - first
@@ -194,7 +196,29 @@ class ShardedEmbedding(Style):
             found = found.masked_fill(elsewhere[..., None], 0.0)
             return _distributed(_distributed(found, mesh, placement), mesh, Replicate()).to_local()
 
-        module.forward = MethodType(forward, module)
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            with _LookUps(layer, look_up):
+                found: torch.Tensor = type(layer).forward(layer, *args, **kwargs)
+            return found
+
+        plain = type(module).forward is nn.Embedding.forward
+        module.forward = MethodType(look_up if plain else forward, module)
+
+
+@final
+class _LookUps(TorchFunctionMode):
+    """Replaces lookups in the weight of an embedding."""
+
+    def __init__(self, layer: nn.Module, look_up: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._layer, self._look_up = layer, look_up
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.embedding and args[1] is self._layer.weight:
+            return self._look_up(self._layer, args[0])
+        return func(*args, **(kwargs or {}))
 
 
 @final
