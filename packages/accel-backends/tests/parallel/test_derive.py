@@ -5,7 +5,7 @@ from torch import nn
 
 from accel_backends.parallel.derive import derive_plan
 from accel_backends.parallel.plan import model_plan
-from accel_backends.parallel.styles import STYLES, FusedColwise
+from accel_backends.parallel.styles import STYLES, FusedColwise, LocalSizes
 from accel_state.errors import PrepareError
 from accel_testing.equivalence.causal_lms import tiny_gpt2
 
@@ -53,6 +53,11 @@ def test_parameters_of_all_heads_leave_an_attention_replicated():
         plan = derive_plan(Attention(extra=other), 2)
         assert set(styles(plan).values()) == {STYLES["replicate"]}
         assert "extra" in str(plan)
+
+
+def test_an_attention_counts_its_own_heads():
+    plan = derive_plan(Attention(num_heads=4, n_kv_head=4, num_other_heads=3, heads=[4]), 2)
+    assert styles(plan)[""] == LocalSizes(("num_heads", "n_kv_head"))
 
 
 def test_a_norm_between_the_layers_leaves_a_feed_forward_network_replicated():

@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -185,6 +186,33 @@ def test_an_embedding_computes_beside_its_lookup(rank, style):
     assert torch.equal(model(indices), expected(indices))
     assert torch.equal(model[0](indices, scale=1), expected(indices, scale=1))
     assert distance(full(model[0].weight.grad), expected.weight.grad) < 1e-6
+
+
+class CountedHeads(nn.Module):
+    """As the attention of OPT, which views queries, keys and values by the number of heads, and tokens by -1."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 4
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            self.add_module(name, nn.Linear(16, 16))
+
+    def forward(self, x):
+        heads = (
+            one(x).view(len(x), -1, self.num_heads, self.head_dim) for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        found = F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in heads), is_causal=True)
+        return self.out_proj(found.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+@pytest.mark.ranks(2)
+def test_an_attention_that_counts_its_heads_computes_those_of_the_rank(rank):
+    torch.manual_seed(0)
+    expected = CountedHeads().double()
+    model = deepcopy(expected)
+    apply_tensor_parallel(model, tp_mesh())
+    x = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert distance(model(x).detach(), expected(x).detach()) < 1e-10
 
 
 @pytest.mark.ranks(2)

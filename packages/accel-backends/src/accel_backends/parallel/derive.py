@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -26,6 +26,8 @@ _ATTENTION = (
     (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
     (("wq", "wk", "wv"), ("wo",)),
 )
+# Endings of the names of attributes that count heads.
+_COUNTS = ("head", "heads")
 # Names of the layers of a feed-forward network: those that widen, then the one that narrows.
 _FEED_FORWARD = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -109,7 +111,17 @@ def _attention(module: nn.Module, size: int) -> Found:
         for name in projections:
             yield name, Colwise(), f"heads of an attention, divided over {size} ranks"
         yield out, Rowwise(), "output projection of sharded heads"
+        if counts := _head_counts(module, matrices):
+            yield "", LocalSizes(counts), "the attention counts its own heads"
         yield from _head_norms(module)
+
+
+def _head_counts(module: nn.Module, matrices: Mapping[str, Matrix]) -> tuple[str, ...]:
+    """Attributes that count the heads of the projections, by which some attentions view them (OPT)."""
+    head_dim = cast(int, module.head_dim)
+    counts = {matrix.outputs // head_dim for matrix in matrices.values()}
+    named = {name: value for name, value in vars(module).items() if name.endswith(_COUNTS) and isinstance(value, int)}
+    return tuple(name for name, value in named.items() if value in counts)
 
 
 def _head_norms(module: nn.Module) -> Found:
