@@ -113,6 +113,56 @@ def test_windows_cross_epochs_without_sync_with_dataloader() -> None:
     assert [due for due, _, _ in run(clock, FakeLoader(3)) + run(clock, FakeLoader(3))] == [False, True] * 3
 
 
+def weights_of_windows(
+    clock: StepClock, passes: list[tuple[FakeLoader, int]], change: dict[int, int]
+) -> list[tuple[int, float]]:
+    """Micro-batches and weight of each window, over passes of so many batches; ``change`` sets the number of steps."""
+    windows, count, weight, number = [], 0, 0.0, 0
+    for loader, batches in passes:
+        clock.began(loader)
+        for loader.delivered in range(1, batches + 1):
+            if number in change:
+                clock.num_steps = change[number]
+            due = clock.tick()
+            number, count, weight = number + 1, count + 1, weight + clock.share
+            if due:
+                windows.append((count, round(weight * clock.correction, 6)))
+                count, weight = 0, 0.0
+        clock.ended(loader)
+    return windows
+
+
+def test_a_number_of_steps_that_changes_inside_a_window_counts_from_the_next() -> None:
+    windows = weights_of_windows(clock_of(4), [(FakeLoader(14), 14)], {7: 3})
+    assert windows == [(4, 1.0), (4, 1.0), (3, 1.0), (3, 1.0)]
+
+
+def test_windows_that_begin_after_a_change_are_full() -> None:
+    assert weights_of_windows(clock_of(4), [(FakeLoader(10), 10)], {4: 3}) == [(4, 1.0), (3, 1.0), (3, 1.0)]
+
+
+def test_a_number_of_steps_set_between_micro_batch_and_backward_does_not_change_its_share() -> None:
+    clock = clock_of(4)
+    clock.tick()
+    clock.num_steps = 8
+    assert clock.share == 1 / 4
+
+
+def test_a_pass_abandoned_before_its_last_batch_leaves_no_window_of_double_weight() -> None:
+    loader = FakeLoader(10)  # the window of its last two batches begins, and ends in the next pass
+    windows = weights_of_windows(clock_of(4), [(loader, 9), (loader, 9)], {})
+    assert windows == [(4, 1.0), (4, 1.0), (2, 1.0), (4, 1.0), (4, 1.0)]
+
+
+def test_a_window_resumed_with_fewer_steps_keeps_the_number_that_it_began_with() -> None:
+    saved = clock_of(4)
+    for _ in range(3):
+        saved.tick()
+    resumed = clock_of(3)
+    resumed.load_state_dict(saved.state_dict())
+    assert (resumed.tick(), resumed.share, resumed.correction) == (True, 1 / 4, 1.0)
+
+
 def test_groups_of_models_have_windows_of_their_own() -> None:
     clock = clock_of(2)
     dues = [(clock.tick((0,)), clock.tick((1,))) for _ in range(4)]

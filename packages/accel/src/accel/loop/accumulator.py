@@ -163,13 +163,14 @@ class StepClock:
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
+        """Micro-batches of one optimizer step; a window that is open keeps the number that it began with."""
         return self.plugin.num_steps
 
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self.plugin = dataclasses.replace(self.plugin, num_steps=value)
-        self.share = 1.0 / value
+        if self.window.position == 0:  # no micro-batch has been entered, which has a share of its window
+            self.share = 1.0 / value
 
     @property
     def scale(self) -> float:
@@ -247,14 +248,10 @@ class StepClock:
             return self._tick_planned(window, planned)
         at_end = loader is not None and self.plugin.sync_with_dataloader and loader.end_of_dataloader
         if window.position == 0 or window.position >= window.size:
-            window.restart(self._expected(loader, window))
+            window.restart(self._expected(loader))
         window.position += 1
-        if at_end:
-            window.step = 0
-            due = True
-        else:
-            window.step += 1
-            due = window.step % self.plugin.num_steps == 0
+        window.step = 0 if at_end else window.step + 1
+        due = at_end or window.position == window.size
         self.share = 1.0 / window.size
         self.correction = window.size / window.position if due else 1.0
         if due:
@@ -280,9 +277,9 @@ class StepClock:
         self.correction = 1.0
         return self.due
 
-    def _expected(self, loader: ActiveLoader | None, window: AccumulationWindow) -> int:
+    def _expected(self, loader: ActiveLoader | None) -> int:
         """Expected number of micro-batches of the window that begins now."""
-        full = self.plugin.num_steps - window.step % self.plugin.num_steps
+        full = self.plugin.num_steps
         if loader is None or not self.plugin.sync_with_dataloader:
             return full
         left = loader.batches_left
