@@ -333,6 +333,34 @@ def test_a_model_that_its_user_wrapped_and_then_froze_in_part_trains_as_in_one_p
 
 
 @pytest.mark.ranks(2)
+def test_a_model_that_was_frozen_when_it_was_prepared_trains_as_in_one_process_once_thawed(rank: int) -> None:
+    ddp, body, head, reference, other_head = opened(), make(), make(), make(), make()
+    body.requires_grad_(False)
+    own, other = ((adam(one), adam(two)) for one, two in ((body, head), (reference, other_head)))
+    bound = ddp.prepare(Bundle([body, head], [*own]))
+    assert bound.models[0] is body
+    body.requires_grad_(True)
+    for number in range(3):
+        for micro in range(2):
+            batch = rows(number, micro)
+            # without effect on a model that is not prepared
+            with ddp.no_sync(reference if micro else body), ddp.no_sync(reference if micro else bound.models[1]):
+                ddp.backward(bound.models[1](body(batch[rank], (0, 1 + rank)), (0,)).square().mean())
+                assert (body.blocks[2 - rank].weight.grad is None) == (micro == 0)
+            for each in range(RANKS):
+                hidden = reference(batch[each], (0, 1 + each))
+                (other_head(hidden, (0,)).square().mean() / RANKS).backward()
+        step(*own, *other)
+        assert_equal(body, reference)
+        assert_equal(bound.models[1].module, other_head)
+    with pytest.raises(BackendError, match="Blocks that was frozen"):
+        ddp.gradients.join([bound.models[1]])
+    ddp.gradients.set_unreduced(body, {"blocks.0.bias": torch.full((WIDTH,), float(rank), dtype=torch.float64)})
+    ddp.gradients.reduce(body)
+    assert torch.equal(body.blocks[0].bias.grad, torch.full((WIDTH,), 0.5, dtype=torch.float64))
+
+
+@pytest.mark.ranks(2)
 def test_a_deleted_model_leaves_no_parameters_behind(rank: int) -> None:
     ddp, model, own, *_ = prepared()
     ddp.backward(model(rows(0, 0)[rank], (0, 2)).mean())

@@ -19,10 +19,10 @@ from accel_backends.ddp.comm_hooks import hook_name, reduce_in
 from accel_backends.ddp.config import DDPConfig
 from accel_backends.ddp.find import find_ddp
 from accel_backends.ddp.gradients import DDPGradients
-from accel_backends.ddp.reduction import Reduction
+from accel_backends.ddp.reduction import BareReduction, Reduction
 from accel_backends.ddp.states import DDPStates
 from accel_backends.ops.dtensor import is_quantized
-from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.private import leave_out_of_ddp
 from accel_backends.roles.gradients import NOTHING
 from accel_precision.policy import dtype_name
@@ -31,7 +31,7 @@ from accel_state.errors import ConfigError, PrepareError
 
 @final
 class DDPBackend(ModuleBackend):
-    """Wraps trainable models in DistributedDataParallel; frozen models stay bare, because they have no gradients."""
+    """Wraps trainable models in DistributedDataParallel; frozen models stay bare, because DDP refuses them."""
 
     name: ClassVar[str] = "ddp"
     Config: ClassVar[type[BackendConfig]] = DDPConfig
@@ -39,9 +39,9 @@ class DDPBackend(ModuleBackend):
 
     def __init__(self, run: Run, config: BackendConfig | None = None) -> None:
         super().__init__(run, config)
-        self._reductions: list[Reduction] = []
+        self._reductions: list[Reduction | BareReduction] = []
         self._optimizers: list[ref[Optimizer]] = []
-        self.gradients = DDPGradients(self, self._optimizers)
+        self.gradients = DDPGradients(self, self._reductions, self._optimizers)
         self.states = DDPStates(self)
 
     def bind(self, bundle: Bundle) -> Bundle:
@@ -57,8 +57,10 @@ class DDPBackend(ModuleBackend):
         Raises:
             PrepareError: parameters are sharded already (DTensors).
         """
-        bare = not any(parameter.requires_grad for parameter in model.parameters())
-        if bare or self.session.world_size == 1:
+        if self.session.world_size == 1:
+            return model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            self._reductions.append(BareReduction(innermost(model), self.session.group))
             return model
         given = find_ddp(model)
         if given is not None:
@@ -82,7 +84,7 @@ class DDPBackend(ModuleBackend):
     def release(self, models: Iterable[nn.Module]) -> None:
         """Drops prepared models, and the reductions of their gradients."""
         models = list(models)
-        gone = [find_ddp(model) for model in models]
+        gone = [find_ddp(model) or innermost(model) for model in models]
         self._reductions[:] = [one for one in self._reductions if one.model not in (None, *gone)]
         super().release(models)
 
@@ -94,18 +96,24 @@ class DDPBackend(ModuleBackend):
         """
         wrapped = find_ddp(model)
         if wrapped is None:
+            return self._bare(model, synchronising=False)
+        own = [one for one in self._reductions if isinstance(one, Reduction) and one.model is wrapped]
+        if wrapped.static_graph and not any(one.recorded for one in own):
             return NOTHING
-        if wrapped.static_graph and not any(one.recorded for one in self._reductions if one.model is wrapped):
-            return NOTHING
-        for reduction in self._reductions:
-            if reduction.model is wrapped:
-                reduction.settle()
+        for reduction in own:
+            reduction.settle()
         return wrapped.no_sync()
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Context that prepares DDP's reducer for a backward whose forward ran under ``no_sync``."""
         wrapped = find_ddp(model)
-        return NOTHING if wrapped is None else _synchronising(wrapped)
+        return self._bare(model, synchronising=True) if wrapped is None else _synchronising(wrapped)
+
+    def _bare(self, model: nn.Module, *, synchronising: bool) -> AbstractContextManager[Any]:
+        """Context in which backward averages, or does not, the gradients of a model without DDP."""
+        root = innermost(model)
+        own = [one for one in self._reductions if isinstance(one, BareReduction) and one.model is root]
+        return _averaging(own, synchronising) if own else NOTHING
 
     def _register_hook(self, wrapped: DistributedDataParallel, config: DDPConfig) -> None:
         """Registers the configured hook, or one that reduces in the policy's dtype if gradients have another dtype."""
@@ -143,6 +151,18 @@ def _synchronising(model: DistributedDataParallel) -> Iterator[None]:
         yield
     finally:
         model.require_backward_grad_sync = before
+
+
+@contextmanager
+def _averaging(reductions: Iterable[BareReduction], synchronising: bool) -> Iterator[None]:
+    before = [(one, one.synchronising) for one in reductions]
+    for one, _ in before:
+        one.synchronising = synchronising
+    try:
+        yield
+    finally:
+        for one, was in before:
+            one.synchronising = was
 
 
 def _check_full(model: nn.Module) -> None:

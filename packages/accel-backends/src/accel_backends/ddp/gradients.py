@@ -10,9 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_backends.ddp.find import find_ddp
+from accel_backends.ddp.reduction import BareReduction, Reduction
 from accel_backends.ops.averaging import average_tensors, brought_by_any
-from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.fqn import innermost, named_parameters
 from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
+from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from accel_backends.core.backend import Backend
@@ -20,16 +22,25 @@ if TYPE_CHECKING:
 
 @final
 class DDPGradients(ReplicatedGradients):
-    """Full gradients, averaged over all ranks; ``optimizers``: those that ``join`` keeps equal."""
+    """Full gradients, averaged over all ranks.
 
-    def __init__(self, backend: "Backend", optimizers: Sequence[ref[Optimizer]]) -> None:
+    ``reductions``: those of the prepared models; ``optimizers``: those that ``join`` keeps equal.
+    """
+
+    def __init__(
+        self,
+        backend: "Backend",
+        reductions: Sequence[Reduction | BareReduction],
+        optimizers: Sequence[ref[Optimizer]],
+    ) -> None:
         super().__init__(backend, ranks=backend.session.world_size)
-        self._optimizers = optimizers
+        self._reductions, self._optimizers = reductions, optimizers
 
     @torch.no_grad()
     def reduce(self, model: nn.Module) -> None:
         """Averages gradients; a parameter that has one on some ranks only counts as zero on the others."""
-        if self.ranks == 1 or find_ddp(model) is None:
+        own = find_ddp(model) or innermost(model)
+        if not any(one.model is own for one in self._reductions):
             return
         brought = brought_by_any(self.unreduced(model), self.group)
         means = []
@@ -51,10 +62,20 @@ class DDPGradients(ReplicatedGradients):
             self.reduce(model)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
-        """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are equal on all ranks."""
+        """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are equal on all ranks.
+
+        Raises:
+            BackendError: a model trains that was frozen when it was prepared, and so is not in DDP.
+        """
         wrapped = [found for model in models if (found := find_ddp(model)) is not None]
         if not wrapped or not enable:
             return NOTHING
+        bare = [one.model for one in self._reductions if isinstance(one, BareReduction) and one.thawed]
+        if bare:
+            raise BackendError(
+                f"join_uneven_inputs cannot average gradients of a {type(bare[0]).__name__} that was frozen when "
+                "prepare was called; set requires_grad before prepare"
+            )
         from accel_backends.ddp.uneven_inputs import joined
 
         held = {id(parameter) for model in wrapped for parameter in model.parameters()}

@@ -7,6 +7,7 @@ from typing import Any, final
 from weakref import ref
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_backends.ops.averaging import average_tensors
@@ -178,7 +179,7 @@ class Reduction:
         return []
 
     def _average_thawed(self, model: DistributedDataParallel) -> None:
-        """Averages unfrozen parameters that the reducer does not have; the mean of means is the same mean."""
+        """Averages unfrozen parameters that the reducer does not have."""
         thawed = [parameter for parameter in self._others if parameter.requires_grad]
         if model._join_config.enable:
             names = [name for name, one in named_parameters(model).items() if any(one is other for other in thawed)]
@@ -186,15 +187,7 @@ class Reduction:
                 f"join_uneven_inputs cannot average gradients of parameters that were frozen when prepare was called: "
                 f"{', '.join(names[:10])}; set requires_grad before prepare"
             )
-        without = [parameter for parameter in thawed if parameter.grad is None]
-        for parameter in thawed:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter).neg_()
-            elif parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-        average_tensors([parameter.grad for parameter in thawed if parameter.grad is not None], self._group)
-        if without:
-            _drop_nothing(without)
+        _average(thawed, self._group)
 
     def _nothing(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of an unused parameter: -0.0, or a sparse tensor without elements."""
@@ -202,6 +195,54 @@ class Reduction:
             return torch.zeros_like(parameter).neg_()
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         return torch.sparse_coo_tensor(indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+
+
+@final
+class BareReduction:
+    """Averages the gradients of a model that was frozen when it was prepared, and so has no reducer, once it trains.
+
+    Attributes:
+        synchronising: whether a backward averages.
+    """
+
+    __slots__ = ("_group", "_model", "_parameters", "synchronising")
+
+    def __init__(self, model: nn.Module, group: Any = None) -> None:
+        self.synchronising = True
+        self._group = group
+        self._parameters: list[torch.Tensor] = list(model.parameters())
+        self._model = ref(model, partial(_empty, (self._parameters,)))
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's own module; None if it has been deleted."""
+        return self._model()
+
+    @property
+    def thawed(self) -> list[torch.Tensor]:
+        """The parameters that have been unfrozen."""
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def prepare(self, loss: torch.Tensor) -> None:
+        """Does nothing: there is no reducer."""
+
+    def finish(self) -> None:
+        """Averages, after a backward, the gradients of unfrozen parameters."""
+        if self.synchronising and (thawed := self.thawed):
+            _average(thawed, self._group)
+
+
+def _average(thawed: Sequence[torch.Tensor], group: Any) -> None:
+    """Averages gradients that no reducer has; the mean of means is the same mean."""
+    without = [parameter for parameter in thawed if parameter.grad is None]
+    for parameter in thawed:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter).neg_()
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+    average_tensors([parameter.grad for parameter in thawed if parameter.grad is not None], group)
+    if without:
+        _drop_nothing(without)
 
 
 def _in_reducer(model: DistributedDataParallel) -> set[int]:
