@@ -117,6 +117,36 @@ def test_a_tensor_counts_as_it_was_when_it_was_logged() -> None:
     assert plain(taken) == {"loss": 3.0, "all": [1.0, 2.0]}
 
 
+def test_what_the_loop_changes_after_it_was_logged_is_recorded_as_it_was() -> None:
+    class Gallery(Kept):
+        def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+            self.entries.append((step, {"brightest": values["frame"].max()}))
+
+        def log_table(self, table_name: str, step: int | None, **kwargs: Any) -> None:
+            self.entries.append((step, {table_name: kwargs["data"]}))
+
+    kept = Gallery()
+    accelerator = Accelerator(cpu=True, log_with=[kept])
+    config = {"lr": 1.0, "betas": [0.9, 0.99]}
+    accelerator.init_trackers("p", config, queue=QueueOptions(interval=60))
+    sums, losses, rows, frame = np.zeros(2), [torch.tensor(1.0)], [["a", 1]], np.zeros((4, 4, 3), dtype=np.uint8)
+    accelerator.log({"sums": sums, "losses": losses}, step=0)
+    accelerator.log_table("samples", columns=["text", "length"], data=rows, step=0)
+    accelerator.log_images({"frame": frame}, step=0)
+    sums += 5
+    losses.append(torch.tensor(2.0))
+    rows.append(["b", 2])
+    frame += 7
+    config["betas"].append(config.pop("lr"))
+    accelerator.end_training()
+    assert kept.configuration == {"lr": 1.0, "betas": [0.9, 0.99]}
+    assert kept.entries == [
+        (0, {"sums": [0.0, 0.0], "losses": [1.0]}),
+        (0, {"samples": [["a", 1]]}),
+        (0, {"brightest": 0}),
+    ]
+
+
 @QUICKLY
 @given(st.recursive(st.floats() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
 def test_anything_nested_becomes_json_and_what_json_has_comes_back(value: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from accel_observe.tracking.values import named_values, whole_step
+from accel_observe.tracking.values import named_values, plain, snapshot, whole_step
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,8 +96,9 @@ class Trackers:
         tracking = RunTracking(
             project_name, folder if known else None, run_id=new_run_id(), options=queue or QueueOptions()
         )
+        given = plain(snapshot(config))  # of now, although a tracker starts with its first entry
         for tracker in self._make_trackers(project_name, folder, tracking.run_id, init_kwargs or {}, own=known):
-            tracking.add(tracker, config)
+            tracking.add(tracker, given)
         self._log.tracking = tracking
         if self._continued is not None:
             tracking.load_state_dict(self._continued)
@@ -173,7 +174,8 @@ class Trackers:
         if data is None and dataframe is None:
             raise ConfigError(f"the table {table_name!r} has no rows; give data=... or dataframe=...")
         if self._log.tracking is not None:
-            given = {"columns": columns, "data": data, "dataframe": dataframe}
+            frame = dataframe.copy() if hasattr(dataframe, "copy") else dataframe
+            given = {"columns": columns, "data": _copy_rows(data), "dataframe": frame}
             kwargs = {name: value for name, value in given.items() if value is not None}
             self._log.tracking.call("log_table", table_name, whole_step(step), kwargs, log_kwargs or {})
 
@@ -224,4 +226,11 @@ def _copy(images: Any) -> Any:
     if hasattr(images, "detach"):
         tensor = images.detach()
         return (tensor.float() if tensor.is_floating_point() else tensor).to("cpu", copy=True).numpy()
-    return [_copy(image) for image in images] if isinstance(images, list) else images
+    if isinstance(images, list | tuple):
+        return (list if isinstance(images, list) else tuple)(map(_copy, images))
+    return snapshot(images)
+
+
+def _copy_rows(data: Any) -> Any:
+    """Copies the rows of a table, to which the caller may add later; their cells are those of the caller."""
+    return [list(row) if isinstance(row, list) else row for row in data] if isinstance(data, list) else data

@@ -50,9 +50,11 @@ def snapshot(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): snapshot(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(map(snapshot, value))
     detach = getattr(value, "detach", None)
     if detach is None:
-        return value
+        return value.copy() if hasattr(value, "tolist") and hasattr(value, "copy") else value
     tensor = detach()
     if tensor.device.type == "cpu":
         return tensor.item() if tensor.numel() == 1 else tensor.clone()
@@ -65,6 +67,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(map(plain, value))
     if isinstance(value, HostCopy):
         value = value.read()
     if hasattr(value, "tolist"):  # tensors, arrays and NumPy scalars
