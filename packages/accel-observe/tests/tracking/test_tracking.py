@@ -738,6 +738,29 @@ def test_a_checkpoint_brings_what_was_not_delivered(tmp_path: Path) -> None:
     first.end_training()
 
 
+def test_two_trackers_of_one_name_resume_their_own_runs(tmp_path: Path) -> None:
+    class Numbered(Kept):
+        def state_dict(self) -> dict[str, Any]:
+            return {"id": self.failures["id"]}
+
+    def run(*trackers: Numbered) -> Accelerator:
+        accelerator = Accelerator(cpu=True, log_with=list(trackers), project_dir=tmp_path)
+        accelerator.init_trackers("p", queue=QUICK)
+        return accelerator
+
+    accelerator = run(Numbered({"id": 1}), Numbered({"id": 2}))
+    accelerator.log({"loss": 1.0}, step=0)
+    assert all(accelerator.get_tracker(name).failures["id"] == one for one, name in ((1, "kept"), (2, "kept-2")))
+    accelerator.save_state(tmp_path / "c")
+    accelerator.end_training()
+    first, second = Numbered({"id": 3}), Numbered({"id": 4})
+    resumed = run(first, second)
+    resumed.load_state(tmp_path / "c")
+    resumed.log({"loss": 0.5}, step=1)
+    resumed.end_training()
+    assert [one.resumed and one.resumed.state for one in (first, second)] == [{"id": 1}, {"id": 2}]
+
+
 @pytest.mark.parametrize("logged_before", [0, 4])
 def test_a_run_begun_after_its_checkpoint_is_gone_on_with(tmp_path: Path, logged_before: int) -> None:
     """A slow library may begin its run only after a checkpoint was saved; which one is not to be lost then."""

@@ -50,13 +50,23 @@ class DeliveryQueue:
 
     The identity of the tracker's run is written beside the spool as soon as it is known, because a run may resume from
     a checkpoint that was saved before. ``folder`` returns the run's current folder; None: nothing is written.
+
+    Attributes:
+        name: the tracker's name.
+        key: its name in checkpoints and files, which differs for the ``number``-th tracker of one name.
     """
 
     def __init__(
-        self, tracker: GeneralTracker, options: QueueOptions, folder: Callable[[], Path | None] = lambda: None
+        self,
+        tracker: GeneralTracker,
+        options: QueueOptions,
+        folder: Callable[[], Path | None] = lambda: None,
+        *,
+        number: int = 1,
     ) -> None:
         self.tracker = tracker
         self.name = str(tracker.name)
+        self.key = self.name if number == 1 else f"{self.name}-{number}"
         self.options = options
         self.configuration: dict[str, Any] | None = None
         self.problem: Exception | None = None
@@ -323,11 +333,11 @@ class DeliveryQueue:
 
     def _spool(self) -> Spool | None:
         folder = self._folder()
-        return None if folder is None else Spool(folder / f"undelivered-{self.name}.jsonl")
+        return None if folder is None else Spool(folder / f"undelivered-{self.key}.jsonl")
 
     def _note(self) -> Note | None:
         folder = self._folder()
-        return None if folder is None else Note(folder / f"tracker-{self.name}.json")
+        return None if folder is None else Note(folder / f"tracker-{self.key}.json")
 
     def _guarded(self, action: Callable[[], Any], otherwise: Any) -> Any:
         try:

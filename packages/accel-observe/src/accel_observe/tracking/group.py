@@ -51,7 +51,8 @@ class RunTracking:
 
     def add(self, tracker: GeneralTracker, configuration: dict[str, Any] | None) -> None:
         """Adds a tracker, which starts with its first entry."""
-        lane = DeliveryQueue(tracker, self._options, lambda: self.folder)
+        alike = sum(one.name == str(tracker.name) for one in self.lanes)
+        lane = DeliveryQueue(tracker, self._options, lambda: self.folder, number=alike + 1)
         lane.configuration = configuration
         self.lanes.append(lane)
         if isinstance(tracker, RunLogTracker):
@@ -91,12 +92,12 @@ class RunTracking:
             self._own.put(SpooledCall("event", kind, step, {TIME: time.time(), **facts}))
 
     def lane_of(self, name: str) -> DeliveryQueue | None:
-        """Delivery queue of the tracker ``name``."""
-        return next((lane for lane in self.lanes if lane.name == name), None)
+        """Delivery queue of the tracker ``name``; of several of one name, the second is ``<name>-2``."""
+        return next((lane for lane in self.lanes if lane.key == name), None)
 
     def state_dict(self) -> dict[str, Any]:
         """State from which a later process resumes the run: id, last logged steps, and each tracker's state; JSON."""
-        lanes = {lane.name: lane.state_dict() for lane in self.lanes if lane.used}
+        lanes = {lane.key: lane.state_dict() for lane in self.lanes if lane.used}
         return {RUN: self.run_id, LOGGED: dict(self._logged), LANES: lanes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,7 +105,7 @@ class RunTracking:
         self.run_id = str(state[RUN])
         self._logged = dict(state[LOGGED])
         for lane in self.lanes:
-            saved = state[LANES].get(lane.name)
+            saved = state[LANES].get(lane.key)
             if saved is not None and lane is self._own:
                 # The run log is identified by the run's id, whether it had begun to write or not.
                 saved = {**saved, STATE: {OWN_ID: self.run_id}}
