@@ -761,6 +761,24 @@ def test_two_trackers_of_one_name_resume_their_own_runs(tmp_path: Path) -> None:
     assert [one.resumed and one.resumed.state for one in (first, second)] == [{"id": 1}, {"id": 2}]
 
 
+def test_a_resumed_run_is_over_when_training_ends(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=[Kept()], project_dir=tmp_path)
+    accelerator.init_trackers("p", queue=QUICK)
+    accelerator.log({"loss": 1.0}, step=0)
+    accelerator.save_state(tmp_path / "c")
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.load_state(tmp_path / "c")  # the best one, at the end
+    accelerator.end_training()
+    accelerator.init_trackers("q", queue=QUICK)
+    (kept,) = (one for one in accelerator.trackers if isinstance(one, Kept))
+    kept.resumed = None
+    accelerator.log({"loss": 2.0}, step=0)
+    accelerator.end_training()
+    (first,), (second,) = (list((tmp_path / project).iterdir()) for project in "pq")
+    assert first.name != second.name
+    assert kept.resumed is None
+
+
 @pytest.mark.parametrize("logged_before", [0, 4])
 def test_a_run_begun_after_its_checkpoint_is_gone_on_with(tmp_path: Path, logged_before: int) -> None:
     """A slow library may begin its run only after a checkpoint was saved; which one is not to be lost then."""

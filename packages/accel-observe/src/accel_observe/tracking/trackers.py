@@ -100,8 +100,9 @@ class Trackers:
         for tracker in self._make_trackers(project_name, folder, tracking.run_id, init_kwargs or {}, own=known):
             tracking.add(tracker, given)
         self._log.tracking = tracking
-        if self._continued is not None:
-            tracking.load_state_dict(self._continued)
+        continued, self._continued = self._continued, None
+        if continued is not None:
+            tracking.load_state_dict(continued)
 
     def _make_trackers(
         self, project: str, folder: Path, run_id: str, init_kwargs: Mapping[str, dict[str, Any]], *, own: bool
@@ -207,11 +208,12 @@ class Trackers:
         return self._continued if self._log.tracking is None else self._log.tracking.state_dict()  # type: ignore[return-value]
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Resumes the trackers' run of a checkpoint; None: the checkpoint had no trackers."""
+        """Resumes the trackers' run of a checkpoint, now or when they start; None: the checkpoint had no trackers."""
         if state is None:
             return
-        self._continued = state
-        if self._log.tracking is not None:
+        if self._log.tracking is None:
+            self._continued = state
+        else:
             self._log.tracking.load_state_dict(state)
 
     def finish(self) -> None:
