@@ -779,6 +779,31 @@ def test_a_resumed_run_is_over_when_training_ends(tmp_path: Path) -> None:
     assert kept.resumed is None
 
 
+def test_values_without_a_step_survive_a_resume(tmp_path: Path) -> None:
+    def run() -> Accelerator:
+        accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+        accelerator.init_trackers("p", queue=QUICK)
+        return accelerator
+
+    accelerator = run()
+    for value in (0.0, 1.0):
+        accelerator.log({"loss": value})
+    accelerator.save_state(tmp_path / "c")
+    accelerator.log({"loss": 2.0})
+    accelerator.end_training()
+    resumed = run()
+    resumed.load_state(tmp_path / "c")
+    for value in (2.5, 3.5):
+        resumed.log({"loss": value})
+    resumed.end_training()
+    assert [(row["step"], row["loss"]) for row in rows_of(tmp_path)] == [
+        ("0", "0.0"),
+        ("1", "1.0"),
+        ("2", "2.5"),
+        ("3", "3.5"),
+    ]
+
+
 @pytest.mark.parametrize("logged_before", [0, 4])
 def test_a_run_begun_after_its_checkpoint_is_gone_on_with(tmp_path: Path, logged_before: int) -> None:
     """A slow library may begin its run only after a checkpoint was saved; which one is not to be lost then."""

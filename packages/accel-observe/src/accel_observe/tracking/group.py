@@ -69,13 +69,14 @@ class RunTracking:
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, dict[str, Any]]) -> None:
         """Queues numbers and texts for every tracker."""
         kept = {name: value if type(value) is float else snapshot(value) for name, value in values.items()}
-        if step is not None:
-            self._logged.update(dict.fromkeys(kept, step))
+        # The run log counts where no step is given, because a resume tells by the step what the checkpoint knew.
+        counted = max(self._logged.values(), default=-1) + 1 if step is None else step
+        self._logged.update(dict.fromkeys(kept, counted))
         for lane in self.lanes:
-            own = lane is self._own
-            lane.put(
-                SpooledCall("log", kept, step, {TIME: time.time()} if own else log_kwargs.get(lane.name, _NOTHING))
-            )
+            if lane is self._own:
+                lane.put(SpooledCall("log", kept, counted, {TIME: time.time()}))
+            else:
+                lane.put(SpooledCall("log", kept, step, log_kwargs.get(lane.name, _NOTHING)))
 
     def call(
         self, method: str, values: Any, step: int | None, kwargs: Mapping[str, Any], log_kwargs: Mapping[str, Any]
