@@ -19,13 +19,14 @@ class WindowGradients:
         filled: whether the window has gradients.
         reduced: whether they are averaged over ranks.
         backwards: number of backwards so far.
+        calls: number of calls whose gradients were computed so far.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._chunks = chunks
         self._earlier: list[torch.Tensor] | None = None
         self._open, self._scale = False, 1.0
-        self.filled, self.reduced, self.backwards = False, False, 0
+        self.filled, self.reduced, self.backwards, self.calls = False, False, 0, 0
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -44,15 +45,19 @@ class WindowGradients:
         self._earlier = [one.clone() for one in self.buffers] if self.filled else None
         self._zero()
         self._open, self._scale = True, scale
+        self.calls += 1
 
-    def commit(self, factor: torch.Tensor) -> None:
-        """Adds ``factor`` times the gradients of the last call to the window.
+    def commit(self, factor: torch.Tensor, call: int) -> None:
+        """Adds ``factor`` times the gradients of the last call, which must be number ``call``, to the window.
 
         Raises:
             BackendError: a second backward of the same loss, or of a loss of an earlier call.
         """
-        if not self._open:
-            raise BackendError("backward of a loss whose gradients are used or discarded already; call the model again")
+        if not self._open or call != self.calls:
+            raise BackendError(
+                "backward of a loss whose gradients are used already, or discarded by a later call in training; call "
+                "the model again"
+            )
         for position, buffer in enumerate(self.buffers):
             buffer.mul_((factor / self._scale).to(buffer.dtype))
             if self._earlier is not None:
@@ -93,10 +98,10 @@ class Scheduled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, gradients: WindowGradients) -> torch.Tensor:
-        ctx.gradients = gradients
+        ctx.gradients, ctx.call = gradients, gradients.calls
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *factors: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.gradients.commit(factors[0])
+        ctx.gradients.commit(factors[0], ctx.call)
         return torch.zeros_like(factors[0]), None, None
