@@ -49,3 +49,28 @@ def test_calls_of_train_step_train_as_the_loop(rank, options, precision):
         assert said["lm loss"].requires_grad is False
         with torch.no_grad():
             assert float(said["lm loss"]) == float(model(**samples(0, 3)).loss)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}, {"mixed_precision": "fp16"}])
+def test_gradients_may_be_dropped_before_any_line_of_a_step(rank, options):
+    from loops import accelerator, largest_difference, make_model, optimizer_of, samples
+
+    trained = []
+    for place in ("behind the step", "before the call", "before the backward"):
+        with accelerator(**options) as one:
+            source = make_model("llama")
+            model, optimizer = one.prepare(source, optimizer_of(source))
+            for step in range(3):
+                if place == "before the call":
+                    optimizer.zero_grad()
+                loss = model(**samples(0, step)).loss
+                if place == "before the backward":
+                    optimizer.zero_grad()
+                one.backward(loss)
+                optimizer.step()
+                if place == "behind the step":
+                    optimizer.zero_grad()
+            trained.append(one.get_state_dict(model))
+    first, *others = trained
+    assert [largest_difference(one, first) for one in others] == [0, 0]

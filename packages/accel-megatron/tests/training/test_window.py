@@ -19,6 +19,7 @@ class Calls:
             buffers=[SimpleNamespace(grad_data=self.buffer)],
             expert_parallel_buffers=[],
             zero_grad_buffer=self.buffer.zero_,
+            zero_grad=lambda: None,
         )
         self.window = WindowGradients([chunk])
 
@@ -35,3 +36,18 @@ def test_a_later_call_does_not_lend_its_gradients_to_an_earlier_loss() -> None:
         first.backward()
     (3 * second).backward()
     assert calls.buffer.tolist() == [6.0, 6.0]
+
+
+def test_gradients_may_be_dropped_between_a_call_and_its_backward() -> None:
+    calls = Calls()
+    for number in (1.0, 2.0):
+        loss = calls.call(number)
+        calls.window.end()  # zero_grad
+        loss.backward()
+        assert calls.buffer.tolist() == [number, number]
+        calls.window.reduced = True  # a step
+    loss = calls.call(3.0)
+    with pytest.raises(BackendError, match="without zero_grad"):
+        loss.backward()
+    calls.window.end()
+    assert not calls.window.filled

@@ -188,7 +188,7 @@ class EngineOptimizer:
 
     def zero_grad(self) -> None:
         """Drops the gradients of the window."""
-        self.engine.gradients.clear()
+        self.engine.gradients.end()
         self._megatron.zero_grad()
         self.norm, self._prepared = None, False
         if self._scaler is not None:

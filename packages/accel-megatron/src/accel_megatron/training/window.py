@@ -35,14 +35,12 @@ class WindowGradients:
 
     def open(self, scale: float = 1.0) -> None:
         """Sets the window's gradients aside, and clears the buffers for those of a call, times ``scale``."""
-        if self.reduced:
-            raise BackendError(
-                "a forward in training after clip_grad_norm_ or a step, without zero_grad: these gradients are averaged"
-                " over ranks already; call optimizer.zero_grad() after each step"
-            )
         if self._open:  # the last call's gradients got no backward
             self._restore()
         self._earlier = [one.clone() for one in self.buffers] if self.filled else None
+        if self.reduced:  # the optimizer has the buffers as gradients, to which the schedule would add its own twice
+            for chunk in self._chunks:
+                chunk.zero_grad()
         self._zero()
         self._open, self._scale = True, scale
         self.calls += 1
@@ -51,12 +49,18 @@ class WindowGradients:
         """Adds ``factor`` times the gradients of the last call, which must be number ``call``, to the window.
 
         Raises:
-            BackendError: a second backward of the same loss, or of a loss of an earlier call.
+            BackendError: a second backward of the same loss, or of a loss of an earlier call; or the window's gradients
+                are averaged over ranks already.
         """
         if not self._open or call != self.calls:
             raise BackendError(
                 "backward of a loss whose gradients are used already, or discarded by a later call in training; call "
                 "the model again"
+            )
+        if self.reduced:
+            raise BackendError(
+                "a backward after clip_grad_norm_ or a step, without zero_grad: these gradients are averaged over ranks"
+                " already; call optimizer.zero_grad() after each step, or before each backward"
             )
         for position, buffer in enumerate(self.buffers):
             buffer.mul_((factor / self._scale).to(buffer.dtype))
@@ -77,6 +81,12 @@ class WindowGradients:
         if not self.reduced and self.filled:
             finalize_model_grads(list(self._chunks))
             self.reduced = True
+
+    def end(self) -> None:
+        """Drops the window's gradients; those of a call whose backward has not run begin the next window."""
+        if not self._open:
+            self._zero()
+        self._earlier, self.filled, self.reduced = None, False, False
 
     def clear(self) -> None:
         """Drops all gradients."""
