@@ -242,7 +242,8 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
         return self._preparation.prepare_loader(dl)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Releases all prepared objects; returns a None for each argument: ``a, b = accelerator.free_memory(a, b)``."""
+        """Releases what is prepared, and ends its meter; returns Nones: ``a, b = accelerator.free_memory(a, b)``."""
+        self._monitor.release()
         self._strategy.backend.release(self._prepared.models)
         self._prepared.clear()
         self.clock.reset()
@@ -342,8 +343,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
     ) -> AbstractContextManager[None]:
         """Lets ranks with fewer batches leave the loop early while the others continue (torch's ``Join``).
 
-        ``even_batches`` overrides the setting of every prepared map-style loader inside the block; joining has an
-        effect only if batches are not made even.
+        ``even_batches`` overrides the setting of prepared map-style loaders in the block; even batches are not joined.
         """
         return self._step.join_uneven_inputs(joinables, even_batches)
 

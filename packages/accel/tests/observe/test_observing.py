@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,3 +157,13 @@ def test_a_loss_that_is_overwritten_after_its_step_counts_as_it_was() -> None:
     assert reading.loss == 1.0
     meter.close()
     accelerator.end_training()
+
+
+def test_free_memory_ends_the_meter_and_with_it_what_the_meter_observes() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    meter, weight = weakref.ref(accelerator.progress([]).meter), weakref.ref(model.weight)
+    assert accelerator.progress([]).meter is meter()
+    [model] = accelerator.free_memory(model)
+    assert weight() is None
+    assert meter() is None

@@ -95,6 +95,11 @@ class Monitor:
         if self._meter is not None:
             self._meter.close()
 
+    def release(self) -> None:
+        """Closes the meter and drops it, with the models and optimizers that it observes."""
+        self.close()
+        self._meter = None
+
     def progress(self, loader: Any, *, description: str, seconds: float, options: Mapping[str, Any]) -> "Progress":
         """See ``Accelerator.progress``."""
         from accel_observe.meters.progress import Progress
