@@ -227,6 +227,13 @@ def test_a_prepared_optimizer_pickles_as_the_one_inside() -> None:
     assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
 
 
+def test_a_prepared_scheduler_pickles_and_copies_as_the_one_inside() -> None:
+    accelerator = Accelerator(cpu=True)
+    _, _, _, scheduler = accelerator.prepare(*parts())
+    assert type(pickle.loads(pickle.dumps(scheduler))) is type(scheduler.scheduler)
+    assert type(copy.deepcopy(scheduler)) is type(scheduler.scheduler)
+
+
 class TwoSets(torch.optim.SGD):
     """Keeps one set of weights to train and one to evaluate, as schedule-free optimizers do."""
 

@@ -24,7 +24,8 @@ class PreparedScheduler:
     """The user's scheduler behind the step clock: one step per optimizer step, none if that was skipped.
 
     With ``repeats`` above 1 (``scheduler_steps="per_process"``) every step moves the schedule that many times, as
-    Accelerate does; a schedule written for the number of optimizer steps needs 1.
+    Accelerate does; a schedule written for the number of optimizer steps needs 1. Pickling and copying apply to the
+    inner scheduler.
 
     Attributes:
         scheduler: the user's scheduler; all other attributes are forwarded to it.
@@ -88,6 +89,13 @@ class PreparedScheduler:
         if name == "scheduler":  # true only before __init__, when copy and pickle probe for attributes
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _identity, (self.scheduler,)
+
+
+def _identity(scheduler: Scheduler) -> Scheduler:
+    return scheduler
 
 
 AcceleratedScheduler = PreparedScheduler
