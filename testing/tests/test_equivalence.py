@@ -118,6 +118,15 @@ def test_lower_precisions_stay_within_their_bounds(rank_pool: RankPool, precisio
     assert_equivalent(full, [f"single/{precision}", f"ddp:2/{precision}/acc=3"], pool=rank_pool)
 
 
+def test_a_model_with_a_mask_trains_on_other_ranks_too(rank_pool: RankPool) -> None:
+    def masked() -> Program:
+        program = regression(steps=2)
+        program.model.register_buffer("mask", torch.ones(SIZE, SIZE, dtype=torch.bool).tril(), persistent=False)
+        return program
+
+    assert_equivalent(masked, ["ddp:2"], precisions=["fp64"], pool=rank_pool)
+
+
 def test_buffers_are_compared(rank_pool: RankPool) -> None:
     assert_equivalent(remembering, ["ddp:2"], pool=rank_pool)
 

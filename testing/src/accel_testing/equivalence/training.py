@@ -236,7 +236,7 @@ def _batches(program: Program, precision: str) -> Iterator[Any]:
 def _perturb(model: nn.Module, rank: int) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.add_(rank)
+            tensor.logical_not_() if tensor.dtype == torch.bool else tensor.add_(rank)
 
 
 def _weight(program: Program, batch: Any) -> float:
