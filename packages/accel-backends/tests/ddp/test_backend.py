@@ -305,6 +305,39 @@ def test_ranks_that_ran_out_go_on_with_the_others_state(rank, world_size, batche
 
 
 @pytest.mark.ranks(2)
+def test_ranks_that_ran_out_go_on_with_the_others_schedule(rank, world_size):
+    """Of whatever kind; objects that a schedule keeps in its state, and that belong to one rank, are left alone."""
+
+    class Warm(torch.optim.lr_scheduler.ExponentialLR):
+        def __init__(self, optimizer, after):
+            self.after = after
+            super().__init__(optimizer, 0.9)
+
+        def get_lr(self):
+            self.after.step()
+            return super().get_lr()
+
+    ddp = backend()
+    model, optimizer = prepared(ddp)
+    later = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
+    schedules = [later, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 9]), Warm(optimizer, later)]
+    ddp.prepare(Bundle([], [], schedules))
+    with ddp.gradients.join([model]):
+        for _ in range((3, 5)[rank]):
+            ddp.backward(model(data(rank, world_size)).square().mean())
+            ddp.step(optimizer)
+            for one in schedules:
+                one.step()
+            ddp.zero_grad(optimizer)
+    assert schedules[2].after is later
+    for _ in range(2):
+        rates = torch.tensor([optimizer.param_groups[0]["lr"], *(float(one.last_epoch) for one in schedules)])
+        assert torch.equal(*everywhere(rates))
+        for one in schedules:
+            one.step()
+
+
+@pytest.mark.ranks(2)
 def test_join_can_be_switched_off(rank):
     ddp = backend()
     model, _ = prepared(ddp)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, cast, final
+from typing import Any, ClassVar, TypeVar, cast, final
 from weakref import ref
 
 import torch
@@ -28,6 +28,8 @@ from accel_backends.roles.gradients import NOTHING
 from accel_precision.policy import dtype_name
 from accel_state.errors import ConfigError, PrepareError
 
+Kept = TypeVar("Kept")
+
 
 @final
 class DDPBackend(ModuleBackend):
@@ -41,14 +43,15 @@ class DDPBackend(ModuleBackend):
         super().__init__(run, config)
         self._reductions: list[Reduction | BareReduction] = []
         self._optimizers: list[ref[Optimizer]] = []
-        self.gradients = DDPGradients(self, self._reductions, self._optimizers)
+        self._schedulers: list[ref[Any]] = []
+        self.gradients = DDPGradients(self, self._reductions, self._optimizers, self._schedulers)
         self.states = DDPStates(self)
 
     def bind(self, bundle: Bundle) -> Bundle:
-        """As every backend; afterwards ``join`` knows the optimizers."""
+        """As every backend; afterwards ``join`` knows the optimizers and schedulers."""
         bound = super().bind(bundle)
-        self._optimizers[:] = [known for known in self._optimizers if known() is not None]
-        self._optimizers += map(ref, bundle.optimizers)
+        self._optimizers[:] = [*_living(self._optimizers), *map(ref, bundle.optimizers)]
+        self._schedulers[:] = [*_living(self._schedulers), *map(ref, bundle.schedulers)]
         return bound
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -128,6 +131,10 @@ class DDPBackend(ModuleBackend):
                 f"{hook_name(config.comm_hook)!r} in another way; give one of them"
             )
         wrapped.register_comm_hook(self.session.group, reduce_in(wanted))
+
+
+def _living(known: Iterable[ref[Kept]]) -> list[ref[Kept]]:
+    return [one for one in known if one() is not None]
 
 
 def _leave_out_quantized(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class DDPGradients(ReplicatedGradients):
     """Full gradients, averaged over all ranks.
 
-    ``reductions``: those of the prepared models; ``optimizers``: those that ``join`` keeps equal.
+    ``reductions``: those of the prepared models; ``optimizers``, ``schedulers``: those that ``join`` keeps equal.
     """
 
     def __init__(
@@ -32,9 +32,10 @@ class DDPGradients(ReplicatedGradients):
         backend: "Backend",
         reductions: Sequence[Reduction | BareReduction],
         optimizers: Sequence[ref[Optimizer]],
+        schedulers: Sequence[ref[Any]],
     ) -> None:
         super().__init__(backend, ranks=backend.session.world_size)
-        self._reductions, self._optimizers = reductions, optimizers
+        self._reductions, self._optimizers, self._schedulers = reductions, optimizers, schedulers
 
     @torch.no_grad()
     def reduce(self, model: nn.Module) -> None:
@@ -62,7 +63,9 @@ class DDPGradients(ReplicatedGradients):
             self.reduce(model)
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
-        """torch's Join over the DDP models; afterwards weights, optimizers and loss scale are equal on all ranks.
+        """torch's Join over the DDP models.
+
+        Afterwards weights, optimizers, their schedulers and the loss scale are equal on all ranks.
 
         Raises:
             BackendError: a model trains that was frozen when it was prepared, and so is not in DDP.
@@ -84,7 +87,13 @@ class DDPGradients(ReplicatedGradients):
             for known in self._optimizers
             if (o := known()) is not None and any(id(p) in held for g in o.param_groups for p in g["params"])
         ]
-        return joined(wrapped, optimizers, self.loss_scale)
+        schedulers = [
+            s
+            for known in self._schedulers
+            if (s := known()) is not None
+            and any(getattr(s.optimizer, "param_groups", None) is o.param_groups for o in optimizers)
+        ]
+        return joined(wrapped, optimizers, schedulers, self.loss_scale)
 
     def average_parameters(self, model: nn.Module) -> None:
         """Averages the trainable parameters with one all-reduce per dtype and device."""

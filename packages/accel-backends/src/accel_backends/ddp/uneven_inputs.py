@@ -1,12 +1,12 @@
 """Training with different numbers of batches per rank, and equal state on all ranks afterwards.
 
 On ranks that have run out of batches torch's Join repeats the collectives of the models, and at the end it copies the
-model of a rank with the most batches to all ranks. Join does not copy optimizers and the loss scale, which would have
-made fewer steps on some ranks, so that weights would diverge from the next step on. ``_Follower`` adds them to the
-Join.
+model of a rank with the most batches to all ranks. Join does not copy optimizers, their schedulers and the loss scale,
+which would have made fewer steps on some ranks, so that weights would diverge from the next step on. ``_Follower`` adds
+them to the Join.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -20,9 +20,14 @@ from accel_precision.scaler import LossScaler
 
 @contextmanager
 def joined(
-    models: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer], scaler: LossScaler | None
+    models: Sequence[DistributedDataParallel],
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Any],
+    scaler: LossScaler | None,
 ) -> Iterator[None]:
-    """torch's Join over the models; afterwards optimizers and loss scale are those of a rank with the most batches.
+    """torch's Join over the models; afterwards all ranks continue from the state of a rank with the most batches.
+
+    That is the state of optimizers, schedulers and the loss scale.
 
     Within the context each rank decides alone whether gradients overflowed: DDP averages them, so all ranks that still
     step have the same gradients, and ranks without batches take part in no further collective. torch leaves the models
@@ -33,7 +38,7 @@ def joined(
     if scaler is not None:
         scaler.reduce = None
     try:
-        with Join([*models, _Follower(models[0], optimizers, scaler)]):
+        with Join([*models, _Follower(models[0], optimizers, schedulers, scaler)]):
             yield
     finally:
         for model, config in zip(models, before, strict=True):
@@ -44,14 +49,19 @@ def joined(
 
 @final
 class _Follower(Joinable):
-    """Participant of a Join for the optimizers and the loss scale of its models."""
+    """Participant of a Join for the optimizers, schedulers and the loss scale of its models."""
 
     def __init__(
-        self, model: DistributedDataParallel, optimizers: Sequence[Optimizer], scaler: LossScaler | None
+        self,
+        model: DistributedDataParallel,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        scaler: LossScaler | None,
     ) -> None:
         super().__init__()
         self.model = model
         self.optimizers = optimizers
+        self.schedulers = schedulers
         self.scaler = scaler
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -76,7 +86,7 @@ class _Settle(JoinHook):
         self.follower = follower
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies optimizer states and loss scale from the highest of the ranks with the most batches to all ranks."""
+        """Copies all states from the highest of the ranks with the most batches to all ranks."""
         import torch.distributed as dist
 
         from accel_state.collectives.objects import all_gather_object, broadcast_object_list
@@ -93,11 +103,12 @@ class _Settle(JoinHook):
         states = (
             [_without_tensors(optimizer.state_dict(), tensors) for optimizer in follower.optimizers] if here else []
         )
+        schedules = [_plain_items(scheduler.state_dict()) for scheduler in follower.schedulers] if here else []
         scale = None if follower.scaler is None else follower.scaler.state_dict()
         shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        sent: list[Any] = [states, shapes, scale]
+        sent: list[Any] = [states, shapes, schedules, scale]
         broadcast_object_list(sent, from_process=source, group=group)
-        states, shapes, scale = sent
+        states, shapes, schedules, scale = sent
         if not here:
             tensors = [torch.empty(shape, dtype=dtype, device=self._own(device)) for shape, dtype, device in shapes]
         broadcast(tensors, from_process=source, group=group)
@@ -105,12 +116,27 @@ class _Settle(JoinHook):
             return
         for optimizer, state in zip(follower.optimizers, states, strict=True):
             optimizer.load_state_dict(_with_tensors(state, tensors))
+        for scheduler, schedule in zip(follower.schedulers, schedules, strict=True):
+            scheduler.load_state_dict({**scheduler.state_dict(), **schedule})
         if follower.scaler is not None and scale is not None:
             follower.scaler.load_state_dict(scale)
 
     def _own(self, device: torch.device) -> torch.device:
         """Returns this rank's device of the same type."""
         return device if device.type == "cpu" else self.follower.join_device
+
+
+def _plain_items(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The items of a scheduler's state that count steps and rates; objects within it belong to one rank."""
+    return {key: value for key, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return all(map(_is_plain, tree.values()))
+    if isinstance(tree, (list, tuple)):
+        return all(map(_is_plain, tree))
+    return tree is None or isinstance(tree, (int, float, str))
 
 
 class _Slot(int):
