@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accel import Accelerator
 from accel_backends import DDPConfig, FSDPConfig
@@ -19,13 +20,13 @@ MICRO_BATCHES, ROWS, WIDTH = 16, 2, 3
 WRITER, CRITIC = 0, 1
 INSTALLED = find_spec("deepspeed") is not None
 ZERO = {f"zero{stage}": DeepSpeedConfig(zero_stage=stage) for stage in ((2, 3) if INSTALLED else ())}
-STRATEGIES = {
-    "ddp": DDPConfig(find_unused_parameters=True),
+FSDP2 = {
     "fsdp": FSDPConfig(find_unused_parameters=True),
     "fsdp, resharded late": FSDPConfig(find_unused_parameters=True, reshard_after_forward=False),
-    "fsdp1": "fsdp1",
-    **ZERO,
 }
+# torch 2.13 is the first whose FSDP 2 leaves parameters out.
+SHARDED = FSDP2 if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else {}
+STRATEGIES = {"ddp": DDPConfig(find_unused_parameters=True), **SHARDED, "fsdp1": "fsdp1", **ZERO}
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
