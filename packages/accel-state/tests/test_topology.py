@@ -63,6 +63,19 @@ KNOWN = {
         "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=1 SLURM_TASK_PID=33 SLURM_SUBMIT_DIR=/home",
         Topology(),
     ),
+    "body of an sbatch script, Slurm 26.05": (
+        "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=1 SLURM_TASK_PID=33 SLURM_SUBMIT_DIR=/home "
+        "SLURM_STEP_ID=-5 SLURM_STEPID=-5",
+        Topology(),
+    ),
+    "salloc's shell on a compute node": (
+        "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=1 SLURM_STEP_ID=4294967290 SLURM_PTY_PORT=3",
+        Topology(),
+    ),
+    "srun from salloc's shell on a compute node": (
+        "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_STEP_ID=0 SLURM_PTY_PORT=3 SLURM_NNODES=1 SLURM_JOB_ID=1",
+        Topology(1, 2, 1, 2, 0, 1, "slurm", "127.0.0.1", 12001),
+    ),
     "shell by srun --pty": (
         "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_STEP_ID=0 SLURM_PTY_PORT=3 SLURM_NNODES=1",
         Topology(),

@@ -14,6 +14,9 @@ _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLU
 # Set by Slurm in every batch script, where SLURM_PROCID=0 does not mean that other tasks exist.
 _BATCH_VARIABLES = ("SLURM_TASK_PID", "SLURM_SUBMIT_DIR")
 _REPEAT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+# Step ids from here to 2**32 stand for the body of a batch script, the shell of salloc and the like (slurm.h). Slurm
+# 26.05 sets them in these shells, as negative numbers of 32 bits.
+_NO_STEP = 0xFFFFFFF0
 
 
 @final
@@ -54,8 +57,12 @@ class SlurmReader:
 
 
 def _is_shell(env: Mapping[str, str]) -> bool:
-    # Steps started from a pty shell inherit its variables, but are not the allocation's first step.
-    if env.get("SLURM_PTY_PORT") and env.get("SLURM_STEP_ID", "0") == "0":
+    step = env.get("SLURM_STEP_ID", "0").strip()
+    if step.startswith("-") or (step.isdecimal() and int(step) >= _NO_STEP):
+        return True
+    # Steps started from a pty shell inherit its variables. They are not the allocation's first step, unless salloc made
+    # the shell; and only the first task of a pty step has the terminal.
+    if env.get("SLURM_PTY_PORT") and step == "0" and env["SLURM_PROCID"].strip() == "0":
         return True
     in_step = any(env.get(name) for name in _STEP_VARIABLES)
     return not in_step and any(env.get(name) for name in _BATCH_VARIABLES)
