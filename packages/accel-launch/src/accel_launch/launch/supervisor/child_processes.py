@@ -28,7 +28,7 @@ from accel_launch.launch.supervisor.output import Output
 from accel_launch.preemption.exit_status import FAILED_MARK, PREEMPTED_STATUS
 from accel_state.errors import LaunchError
 
-# Seconds between two polls on systems that cannot signal when a process ends.
+# Seconds between two polls where the system cannot signal when a process ends.
 _POLL = 0.05
 # Seconds after which a killed process is abandoned: it hangs in the kernel and cannot be ended.
 _UNKILLABLE = 5.0
@@ -76,7 +76,7 @@ class Workers:
             self._guard.watch([started.pid for started in self._processes.values()])
             if process.argv[3:5] == (WORKER_MODULE, COMMAND):  # for example a shell, which does not forward signals
                 self._commands.add(process.rank)
-            if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, and containers that forbid it
                 self._watches[process.rank] = os.pidfd_open(started.pid)
             if self._output is not None:
                 self._output.keep_log(process.rank)

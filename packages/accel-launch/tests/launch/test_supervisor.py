@@ -1,0 +1,41 @@
+"""Supervision of processes in this process: without torch, and without a launcher of its own."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_launch.launch.launch_plan import ProcessPlan
+from accel_launch.launch.supervisor.child_processes import Workers
+from accel_launch.launch.supervisor.interrupts import Interrupts
+from accel_launch.launch.supervisor.orphan_reaper import Guard
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    with Interrupts() as interrupts, Guard() as guard:
+        yield Workers(folder=tmp_path, output=None, interrupts=interrupts, guard=guard)
+
+
+def statuses(workers: Workers, *commands: str) -> list[int]:
+    """Exit statuses of shell commands that failed, each run as a rank."""
+    processes = [ProcessPlan(rank, rank, ("/bin/sh", "-c", command), {}) for rank, command in enumerate(commands)]
+    try:
+        workers.start(processes, {})
+        while workers.running:
+            workers.wait(1.0)
+    finally:
+        workers.close()
+    return sorted(failure.exit.status for failure in workers.failures())
+
+
+def test_ends_are_noticed_where_the_kernel_offers_no_descriptors_of_processes(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    assert statuses(workers, "exit 0", "exit 3") == [3]
