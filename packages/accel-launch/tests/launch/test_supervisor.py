@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,14 @@ from accel_launch.launch.launch_plan import ProcessPlan
 from accel_launch.launch.supervisor.child_processes import Workers
 from accel_launch.launch.supervisor.interrupts import Interrupts
 from accel_launch.launch.supervisor.orphan_reaper import Guard
+
+
+@pytest.fixture
+def ignored_children() -> Iterator[None]:
+    """The end of child processes is ignored, as by the parents of some servers."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    assert signal.signal(signal.SIGCHLD, before) is signal.SIG_IGN
 
 
 @pytest.fixture
@@ -39,3 +48,10 @@ def test_ends_are_noticed_where_the_kernel_offers_no_descriptors_of_processes(
 
     monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
     assert statuses(workers, "exit 0", "exit 3") == [3]
+
+
+@pytest.mark.usefixtures("ignored_children")
+def test_statuses_are_known_where_the_launchers_parent_ignored_the_end_of_children(tmp_path: Path) -> None:
+    with Interrupts() as interrupts, Guard() as guard:
+        workers = Workers(folder=tmp_path, output=None, interrupts=interrupts, guard=guard)
+        assert statuses(workers, "exit 0", "exit 3") == [3]

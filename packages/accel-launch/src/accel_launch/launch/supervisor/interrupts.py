@@ -19,7 +19,8 @@ class Interrupts:
 
     ``fileno`` becomes readable when a signal arrives, so that a selector wakes at once. A signal that was ignored
     before (nohup) stays ignored. Outside the main thread Python allows no handlers, and no signal is recorded. Signals
-    in ``other`` are recorded separately from those that end the launcher.
+    in ``other`` are recorded separately from those that end the launcher. SIGCHLD has its default, even if the
+    launcher's parent ignored it.
     """
 
     def __init__(self, other: Sequence[signal.Signals] = ()) -> None:
@@ -35,6 +36,8 @@ class Interrupts:
             for number in (*_SIGNALS, *self._other):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._note)
+            if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the kernel would drop the statuses of processes
+                self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def __exit__(
