@@ -1,5 +1,6 @@
 """The hang watchdog's record, and what it concludes from what is known of every rank."""
 
+import errno
 import fcntl
 import json
 import os
@@ -40,7 +41,7 @@ from accel_state.watchdog.diagnosis import (
 )
 from accel_state.watchdog.flight_recorder import DeviceWait, flight_record, flights
 from accel_state.watchdog.operation_record import SLOTS, Record, RecordedOperation, RecordSnapshot, decode
-from accel_state.watchdog.peer_states import LEFT, PeerStates, _shows_end
+from accel_state.watchdog.peer_states import LEFT, PeerStates, Watched, _shows_end
 
 
 def entry(
@@ -288,6 +289,22 @@ def test_the_end_of_a_process_shows_whatever_the_number_of_its_file(number: int 
         finally:
             for one in {found, file}:
                 os.close(one)
+
+
+def test_a_killed_rank_is_dead_where_the_kernel_offers_no_descriptors_of_processes(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[record.descriptor]) as process:
+        rank = Watched(1)
+        rank.map(process.pid, record.descriptor, record.token.hex())
+        assert rank.look().life == "alive"
+        process.kill()
+    assert rank.look().life == "dead"
+    rank.close()
 
 
 @pytest.mark.ranks(2, group=False)

@@ -66,7 +66,10 @@ class Watched:
     @property
     def has_ended(self) -> bool:
         """Whether the process, if it is one of this machine, has ended."""
-        return self._gone or (self._pidfd >= 0 and _shows_end(self._pidfd))
+        if self._pidfd >= 0:
+            return _shows_end(self._pidfd)
+        # Linux before 5.3 has no descriptors of processes, and a container may forbid them.
+        return self._gone or (self._pid > 0 and _has_ended(self._pid))
 
     def look(self, known_until: float | None = None) -> RankState:
         """Returns the current state; messages of other machines could last be read at ``known_until`` (None: now)."""
