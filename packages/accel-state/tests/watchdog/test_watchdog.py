@@ -232,6 +232,18 @@ def test_nobody_waits_long_for_a_rank_that_is_stopped_or_silent(life: Life) -> N
     assert place(state(1, life=life, lasting=PATIENCE), (3, 2)).passed
 
 
+def test_texts_that_are_no_utf_8_are_recorded(record: Record) -> None:
+    names: dict[str, Any] = {"record": record, "detail": "jos\udce9"}
+    exec(compile("record.enter('gather', detail, shared=True)", "/jos\udce9/train.py", "exec"), names)
+    current = record.read().current
+    assert current is not None
+    assert (current.detail, current.site) == (r"jos\udce9", r"/jos\udce9/train.py:1")
+    record.beat("KeyError: '\udce9'")
+    assert record.read().said == r"KeyError: '\udce9'"
+    record.calls.begin([0, 1], "jos\udce9")
+    assert outline({"\udce9" * 99: 1}) != outline({"\udce9" * 98: 1})
+
+
 def test_an_error_that_is_its_own_cause_comes_of_no_connection() -> None:
     error = ValueError("boom")
     error.__cause__ = error

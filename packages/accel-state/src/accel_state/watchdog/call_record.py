@@ -22,6 +22,8 @@ FREED: Final = "left the call because "
 """Begin of the failure of a rank whose watchdog ended its wait."""
 CALLS_SIZE: Final = _SLOTS * _SLOT
 """Bytes of the calls of one rank."""
+UNPRINTABLE: Final = "backslashreplace"
+"""What becomes of characters that UTF-8 does not have, as of file names of other encodings (PEP 383)."""
 
 
 @final
@@ -70,7 +72,7 @@ class CallRecord:
 
     def _write(self, call: CommonCall) -> None:
         at = self._offset + call.key % _SLOTS * _SLOT
-        text = (call.failure or call.kind).encode()[:_TEXT]
+        text = (call.failure or call.kind).encode(errors=UNPRINTABLE)[:_TEXT]
         _CALL.pack_into(self._memory, at, 0, 0, 0)  # a reader that sees the key may read the text
         self._memory[at + _CALL.size : at + _CALL.size + len(text)] = text
         _CALL.pack_into(self._memory, at, call.key, bool(call.failure), len(text))

@@ -205,7 +205,7 @@ def _shortened(sketch: Any) -> str:
         return text
     from zlib import crc32
 
-    return f"{text[:68]}...{crc32(text.encode()):08x}"
+    return f"{text[:68]}...{crc32(text.encode(errors='backslashreplace')):08x}"
 
 
 def _written(sketch: Any) -> str:

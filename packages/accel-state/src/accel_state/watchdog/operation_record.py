@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import final
 from zlib import crc32
 
-from accel_state.watchdog.call_record import CALLS_SIZE, CallRecord
+from accel_state.watchdog.call_record import CALLS_SIZE, UNPRINTABLE, CallRecord
 
 SLOTS, _TEXT = 32, 232
 _HEADER = struct.Struct("<16sQQQQH")
@@ -189,7 +189,7 @@ class Record:
 
     def beat(self, said: str, *, on_device: float = 0.0) -> None:
         """Writes a heartbeat: a text about what the process is doing, and the begin of a wait for the device."""
-        data = said.encode()[:_BEAT_TEXT]
+        data = said.encode(errors=UNPRINTABLE)[:_BEAT_TEXT]
         now, processor = time.monotonic_ns(), time.process_time_ns()
         self._memory[_HEADER.size : _HEADER.size + len(data)] = data
         _HEADER.pack_into(self._memory, 0, self.token, self._number, now, processor, int(on_device * 1e9), len(data))
@@ -216,8 +216,8 @@ class Record:
         """
         operation, detail = key[2:]
         site = "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        text = _SEPARATOR.join((operation[:32], detail[:88], site[-88:])).encode()[:_TEXT]
-        digest = crc32(f"{operation} {detail}".encode())
+        text = _SEPARATOR.join((operation[:32], detail[:88], site[-88:])).encode(errors=UNPRINTABLE)[:_TEXT]
+        digest = crc32(f"{operation} {detail}".encode(errors=UNPRINTABLE))
         if len(self._texts) > 4096:
             self._texts.clear()
         described = self._texts[key] = text, digest, None if frame is None else frame.f_code
