@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed import HashStore
 from accel_state import Session, private
 from accel_state.collectives import tensors as collectives
 from accel_state.errors import CollectiveError, CollectiveMismatchError
+from accel_state.watchdog import monitor, peer_states
 from accel_state.watchdog.decorator import (
     Recording,
     _active,
@@ -364,6 +366,38 @@ def test_a_rank_that_left_before_it_was_met_is_known_by_its_last_message(record:
     assert seen.current.operation == "barrier"
     peers.close()
     mine.close()
+
+
+def test_silence_is_measured_anew_after_a_restart(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(peer_states, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    record.enter("barrier", "", shared=True)
+    mine = Record()
+    peers = PeerStates(HashStore(), 1, 2, mine)
+    peers.watched[0].image = record.image()
+    assert peers.look()[0].life == "alive"
+    now[0] += LONG
+    assert (peers.look()[0].life, peers.look()[0].lasting) == ("silent", pytest.approx(LONG))
+    peers.restart()
+    assert (peers.look()[0].life, peers.look()[0].waiting) == ("alive", 0.0)
+    peers.close()
+    mine.close()
+
+
+@pytest.mark.ranks(2, group=False)
+def test_time_in_which_this_process_did_not_run_is_no_silence_of_the_others(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session.open(cpu=True)
+    assert session.lease is not None
+    assert session.lease.watchdog is not None
+    if rank == 0:
+        restarted = threading.Event()
+        monkeypatch.setattr(session.lease.watchdog._peers, "restart", restarted.set)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + LONG, sleep=time.sleep)
+        monkeypatch.setattr(monitor, "time", clock)  # as after SIGSTOP and SIGCONT
+        assert restarted.wait(60)
+    session.close()
 
 
 @recorded("gather")

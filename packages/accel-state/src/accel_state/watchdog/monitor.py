@@ -261,10 +261,16 @@ class Watchdog:
         return [replace(state, reason=said[state.rank]) if state.rank in said else state for state in states]
 
     def _watch(self) -> None:
-        device = DeviceWait()
+        device, looked = DeviceWait(), time.monotonic()
         while not self._closed.wait(self._pause):
+            now = time.monotonic()
+            if now - looked > STALLED:  # stopped or frozen meanwhile, by a debugger or a scheduler, and often all ranks
+                device = DeviceWait()
+                with self._lock:
+                    self._peers.restart()
+            looked = now
             place = describe_place(self.main)
-            self.record.beat(place, on_device=device.since(place, time.monotonic()))
+            self.record.beat(place, on_device=device.since(place, now))
             states = self._look()
             if states[0].life in ("left", "dead"):
                 self._alone.set()

@@ -93,6 +93,10 @@ class Watched:
             waiting = max(waiting, snapshot.beat - snapshot.on_device)
         return RankState(self.rank, life, lasting, snapshot, waiting, reason, idle)
 
+    def restart(self) -> None:
+        """Measures all durations from now on."""
+        self._since = self._heard = self._still = time.monotonic()
+
     def close(self) -> None:
         """Unmaps the memory of the other process."""
         if self.memory is not None:
@@ -274,6 +278,11 @@ class PeerStates:
         ranks is therefore measured up to the last answer of the store.
         """
         return [one.look(None if one.rank == 0 else self._answered) for one in self.watched]
+
+    def restart(self) -> None:
+        """Measures all durations from now on: this process did not run for a while, and neither did others, perhaps."""
+        for one in self.watched:
+            one.restart()
 
     def close(self) -> None:
         """Unmaps the records of the other ranks and closes the store."""
