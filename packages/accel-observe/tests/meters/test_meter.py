@@ -111,6 +111,24 @@ def test_a_slow_data_path_is_attributed_to_its_rank_and_the_shares_fill_the_time
         assert (first["rank"], first["phase"]) == (1, "data")
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("together", [False, True], ids=["other samples", "the same samples"])
+def test_tokens_are_those_of_all_ranks_once(rank: int, together: bool) -> None:
+    from accel import ParallelismConfig
+
+    options = {"strategy": "fsdp", "parallelism_config": ParallelismConfig(tp_size=2)} if together else {}
+    accelerator = Accelerator(cpu=True, **options)
+    loader = accelerator.prepare(DataLoader(Slow(8), batch_size=2))
+    meter = accelerator.meter(every=100, tokens=lambda batch: 10 + 5 * rank * (not together), watch_loss=False)
+    for _ in meter.watch(loader):
+        meter.step()
+    reading = meter.read()
+    assert reading.tokens_per_second is not None
+    assert meter.steps == (4 if together else 2)
+    per_step = reading.tokens_per_second * reading.seconds_per_step
+    assert per_step == pytest.approx(10 if together else 25)
+
+
 def test_a_save_is_not_computing(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(4, 1))

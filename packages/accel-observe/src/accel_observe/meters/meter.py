@@ -88,7 +88,7 @@ class Meter:
         self._waits = GradientWait(self.clock, run.models if on_host else ())
         watched = run.optimizers if watch_loss is not None else ()
         self._gradients = StepGradients(run.backend, run.session, names=_parameters_of(run), optimizers=watched)
-        self._ranks = run.session.world_size
+        self._ranks, self._shards = run.session.world_size, run.data_shards
         self.steps = run.progress.steps
         self.troubles: list[Trouble] = []
         self._untold: list[Trouble] = []
@@ -134,7 +134,7 @@ class Meter:
         if position is None:
             from accel_state.pytree.operations import ignorant_find_batch_size
 
-            self._samples += (ignorant_find_batch_size(batch) or 0) * self._ranks
+            self._samples += (ignorant_find_batch_size(batch) or 0) * self._shards
             return before
         after = position.samples
         total = getattr(loader, "total_batch_size", 0)
@@ -242,11 +242,10 @@ class Meter:
         now, steps = self.clock.now(), self.steps
         spent = {phase: seconds[phase] - seconds_then[phase] for phase in seconds}
         elapsed, count = max(now - then, 1e-9), max(steps - steps_then, 1)
-        table = self._gather(spent)
+        table, tokens = self._gather(spent)
         self.stragglers = find_stragglers(table, steps=count)
         self._mark = (self.clock.now(), self.clock.read(), steps)
-        samples, tokens = self._samples, self._tokens
-        self._samples = self._tokens = 0
+        samples, self._samples = self._samples, 0
         losses, self._losses = self._losses, []
         peak = None if self._peak is None else self._peak * self._ranks
         flops = None if self._flops_per_sample is None else self._flops_per_sample * samples / elapsed
@@ -255,7 +254,7 @@ class Meter:
             loss=float(sum(losses) / len(losses)) if losses else None,
             seconds_per_step=elapsed / count,
             samples_per_second=samples / elapsed,
-            tokens_per_second=None if self._tokens_of is None else tokens * self._ranks / elapsed,
+            tokens_per_second=None if self._tokens_of is None else tokens / elapsed,
             mfu=None if peak is None or flops is None else flops / peak,
             shares=shares(spent),
             goodput=self._run.progress.goodput(time.time()),
@@ -274,22 +273,27 @@ class Meter:
         dropped, made = self._run.session.reduce(counts, "sum").tolist()
         return float(dropped / max(made, 1))
 
-    def _gather(self, spent: dict[str, float]) -> list[dict[str, float]]:
-        """All-gathers the seconds by phase of every rank; the main rank also receives the others' anomalies."""
+    def _gather(self, spent: dict[str, float]) -> tuple[list[dict[str, float]], float]:
+        """All-gathers the seconds by phase of every rank; the main rank also receives the others' anomalies.
+
+        Returns the tokens of all ranks, too; ranks that read the same samples count once.
+        """
         untold, self._untold = self._untold, []
+        tokens, self._tokens = self._tokens, 0
         if self._ranks == 1:
-            return [spent]
+            return [spent], tokens
         import torch
 
         session = self._run.session
         device = session.device.own_numbers
-        own = torch.tensor([[*spent.values(), len(untold)]], dtype=torch.float32, device=device)
+        own = torch.tensor([[*spent.values(), tokens, len(untold)]], dtype=torch.float32, device=device)
         rows = session.gather(own).tolist()
         if any(row[-1] for row in rows[1:]):
             everyones = session.gather_object(untold)
             for trouble in worst_of_others(everyones) if session.rank == 0 else ():
                 self._tell(trouble)
-        return [dict(zip(spent, row, strict=False)) for row in rows]
+        everywhere = sum(row[-2] for row in rows) * self._shards / self._ranks
+        return [dict(zip(spent, row, strict=False)) for row in rows], everywhere
 
     def _note(self, table: Sequence[dict[str, float]]) -> None:
         """Logs the reading; reports each pair of straggler and phase once."""

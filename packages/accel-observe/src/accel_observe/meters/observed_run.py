@@ -97,6 +97,7 @@ class ObservedRun:
     """What a meter reads of a run.
 
     Attributes:
+        data_shards: number of ranks, or groups of them, that read different samples.
         optimizers: the users' optimizers.
         progress: optimizer steps that count, over restarts; the meter counts them there.
         log: receives readings and anomalies.
@@ -104,6 +105,7 @@ class ObservedRun:
     """
 
     session: "Session"
+    data_shards: int
     backend: "Backend"
     models: "Sequence[nn.Module]"
     optimizers: Sequence[Any]

@@ -72,6 +72,7 @@ class Monitor:
         session = self._strategy.session
         run = ObservedRun(
             session=session,
+            data_shards=self._strategy.data_shard.count,
             backend=self._strategy.backend,
             models=tuple(self._prepared.models),
             optimizers=tuple(self._prepared.inner_optimizers),
