@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from accel import Accelerator
 from accel_observe.profiling.profiler import OTHER_KERNELS, ProfileKwargs, merge_traces, top_operators
 from accel_state.errors import ConfigError
 
@@ -85,3 +86,14 @@ def test_the_time_of_a_kernel_counts_once() -> None:
         "cudaDeviceSynchronize": 0.0,
         "the user's own": 0.0,
     }
+
+
+def test_a_block_that_its_schedule_does_not_reach_has_no_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = {"wait": 5, "warmup": 1, "active": 1}
+    options = ProfileKwargs(activities=["cpu"], schedule_option=schedule, output_trace_dir=tmp_path)
+    with Accelerator(cpu=True).profile(options) as profiler:
+        profiler.step()
+    assert list(tmp_path.iterdir()) == []
+    assert "nothing was profiled: the block ended in step 1" in caplog.text

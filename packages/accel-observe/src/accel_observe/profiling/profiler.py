@@ -1,6 +1,7 @@
 """Profiles of a run by torch's profiler: a trace for each rank, a merged trace, and the slowest operators."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from accel_state.session import Session
 
+_LOG = logging.getLogger(__name__)
 OTHER_KERNELS = "(kernels outside of operators)"
 MERGED, SUMMARY = "profile_merged.json", "profile_summary.txt"
 _RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]\w*")
@@ -105,6 +107,8 @@ class ProfileKwargs:
 def profiled(options: ProfileKwargs, session: "Session") -> "Iterator[profile]":
     """Profiles the block on every rank; writes traces and the main rank's summary if the options name a folder.
 
+    A block that ends before its schedule records anything has no trace, and a warning says so.
+
     Collective: every rank of the group must call this.
     """
     profiler = options.build()
@@ -114,9 +118,14 @@ def profiled(options: ProfileKwargs, session: "Session") -> "Iterator[profile]":
         return
     folder = Path(options.output_trace_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(folder / f"profile_{session.rank}.json"))
+    recorded = profiler.profiler is not None
+    if recorded:
+        profiler.export_chrome_trace(str(folder / f"profile_{session.rank}.json"))
+    else:
+        ended = profiler.step_num, options.schedule_option
+        _LOG.warning("nothing was profiled: the block ended in step %d of %s", *ended)
     session.wait_for_everyone()
-    if session.is_main_process:
+    if session.is_main_process and recorded:
         traces = [(rank, folder / f"profile_{rank}.json") for rank in range(session.world_size)]
         merge_traces([(rank, path) for rank, path in traces if path.exists()], folder / MERGED)
         (folder / SUMMARY).write_text(summary_table(top_operators(profiler, 30)) + "\n", encoding="utf-8")
