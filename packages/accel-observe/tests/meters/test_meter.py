@@ -363,6 +363,21 @@ def test_on_a_terminal_there_is_one_bar_with_everything_on_it() -> None:
     assert any("<00:" in frame for frame in frames)  # what is left
 
 
+def test_a_loop_that_breaks_off_closes_its_bar() -> None:
+    from tqdm import tqdm
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Slow(12), batch_size=4))
+    shown = Terminal()
+    bar = Progress(loader, accelerator.meter(), shown=True, stream=shown)
+    open_before = len(getattr(tqdm, "_instances", ()))
+    for _ in range(2):
+        for _batch in bar:
+            break
+    assert len(getattr(tqdm, "_instances", ())) == open_before
+    assert "\x1b[A" not in shown.getvalue()  # no second bar below a first
+
+
 @pytest.mark.ranks(2)
 def test_only_the_main_rank_shows_progress(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()

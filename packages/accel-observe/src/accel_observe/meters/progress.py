@@ -53,13 +53,16 @@ class Progress:
         self._done = 0
         started = time.monotonic()
         write = self._open(total)
-        for batch in self.meter.watch(self._loader):
-            yield batch
-            self._done += 1
-            if write is not None:
-                write(self._line(total, time.monotonic() - started))
+        try:
+            for batch in self.meter.watch(self._loader):
+                yield batch
+                self._done += 1
+                if write is not None:
+                    write(self._line(total, time.monotonic() - started))
+        finally:  # also where the loop breaks off
+            if self._bar is not None:
+                self._bar.close()
         if self._bar is not None:
-            self._bar.close()
             self._bar = None
         elif write is not None and self._done:
             self._print(self._line(total, time.monotonic() - started))
