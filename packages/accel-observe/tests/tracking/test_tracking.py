@@ -40,6 +40,7 @@ from accel_observe.tracking.values import as_json, flatten, numbers, pictures, p
 from accel_state.errors import ConfigError
 from accel_testing.equivalence.compare import assert_close_state
 from accel_testing.faults.faults import limited_file_size, small_file_system
+from accel_testing.programs.runs import run_command
 
 QUICKLY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 QUICK = QueueOptions(interval=0.01, patience=30, pause=0.05)
@@ -422,6 +423,37 @@ def test_what_a_dead_tracker_could_not_be_given_waits_in_a_file(tmp_path: Path) 
     waiting = spool.take()
     assert [(entry.values, entry.step) for entry in waiting] == [({"loss": 0.5}, 0), ({"loss": "inf"}, 1)]
     assert not spool.path.exists()
+
+
+AT_EXIT = """
+import atexit
+from accel_observe.tracking import GeneralTracker, QueueOptions
+from accel_observe.tracking.group import RunTracking
+
+class Library(GeneralTracker):
+    name = "library"
+    requires_logging_directory = False
+    values = []
+
+    @property
+    def tracker(self):
+        return self
+
+    def start(self):
+        atexit.register(lambda: print(self.values))
+
+    def log(self, values, step, **kwargs):
+        self.values.append(values)
+
+tracking = RunTracking("p", None, run_id="r", options=QueueOptions(interval=60))
+tracking.add(Library(), None)
+assert tracking.lanes[0].ensure_started(60)
+tracking.log({"accuracy": 0.5}, 1, {})
+"""
+
+
+def test_the_last_values_arrive_before_the_library_ends_its_run_at_exit() -> None:
+    assert run_command([sys.executable, "-c", AT_EXIT]).check().output == "[{'accuracy': 0.5}]\n"
 
 
 def test_a_value_that_is_refused_does_not_stop_the_others() -> None:

@@ -1,8 +1,10 @@
 """Delivery queue of one tracker, emptied by a thread, so that trackers never delay or end a run."""
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -243,6 +245,7 @@ class DeliveryQueue:
         if folder is not None:
             self.tracker.enter_run(folder.name)
         self.tracker.start()
+        call_at_exit(self.finish)  # before the library closes its run at exit, for which start has registered
         with self._lock:
             self._state = self.tracker.state_dict()
         note = self._note()
@@ -362,3 +365,14 @@ def _was_logged(entry: SpooledCall, logged: Mapping[str, int]) -> bool:
         return True
     names = entry.values if isinstance(entry.values, dict) else {}
     return all(entry.step <= logged.get(name, -1) for name in names)
+
+
+def call_at_exit(finish: Callable[[], None]) -> None:
+    """Calls a method at the end of the process, unless its object is gone by then: what is queued is delivered."""
+    method = weakref.WeakMethod(finish)
+
+    def call() -> None:
+        if (found := method()) is not None:
+            found()
+
+    atexit.register(call)

@@ -1,6 +1,5 @@
 """Group of all trackers of one run; each receives the logged values through its own queue."""
 
-import atexit
 import time
 import uuid
 import weakref
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accel_observe.tracking.base import GeneralTracker
-from accel_observe.tracking.delivery_queue import STATE, DeliveryQueue, QueueOptions
+from accel_observe.tracking.delivery_queue import STATE, DeliveryQueue, QueueOptions, call_at_exit
 from accel_observe.tracking.log_notices import Notices
 from accel_observe.tracking.run_log import OWN_ID, TIME, RunLogTracker
 from accel_observe.tracking.spool import SpooledCall
@@ -41,8 +40,7 @@ class RunTracking:
         self._logged: dict[str, int] = {}
         self._own: DeliveryQueue | None = None
         self._notices: Notices | None = None
-        # Delivers queued entries at exit. The weak reference does not keep an unreferenced run alive until then.
-        _at_exit(weakref.WeakMethod(self.finish))
+        call_at_exit(self.finish)
 
     @property
     def folder(self) -> Path | None:
@@ -120,12 +118,3 @@ class RunTracking:
             lane.hurry()
         for lane in self.lanes:
             lane.finish()
-
-
-def _at_exit(finish: "weakref.WeakMethod[Any]") -> None:
-    def call() -> None:
-        method = finish()
-        if method is not None:
-            method()
-
-    atexit.register(call)
