@@ -228,6 +228,20 @@ def test_planned_windows_of_the_loader_are_followed() -> None:
     assert seen == [(False, 0.5), (True, 0.7), (True, 1.0)]
 
 
+def test_a_planned_window_weighs_one_with_what_an_abandoned_pass_has_left() -> None:
+    clock, loader = clock_of(4), FakeLoader(4)
+    clock.began(loader)
+    weights = [0.0]
+    for index in (0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3):  # two passes are left inside a window of four
+        loader.window = Planned(index, 4, 0.25)
+        due = clock.tick()
+        weights[-1] += clock.share
+        if due:
+            weights[-1] *= clock.correction
+            weights.append(0.0)
+    assert weights == pytest.approx([1.0, 1.0, 0.0])
+
+
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3, 5])
 def test_a_restored_clock_goes_on_where_it_was(ticks: int) -> None:
     clock = clock_of(3)

@@ -112,7 +112,7 @@ class StepClock:
         uncleared: optimizers that had stepped and not cleared their gradients when the loaded checkpoint was saved.
             The next ``zero_grad`` of each clears, unless its ``step`` is called before.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
-            of a stream); nearly always 1.0.
+            of a stream), or has gradients of one before; nearly always 1.0.
     """
 
     __slots__ = (
@@ -268,13 +268,16 @@ class StepClock:
 
     def _tick_planned(self, window: AccumulationWindow, planned: WindowFacts) -> bool:
         if planned.index == 0:
-            window.restart(planned.size)
+            if window.open:  # its pass was left, and its gradients are still there
+                window.left += window.position / window.size
+            else:
+                window.restart(planned.size)
         # Another number of ranks, which resumes inside the window, divides it into other micro-batches.
         window.position, window.size = planned.index + 1, planned.size
         window.step += 1
         self.due = window.position == planned.size
         self.share = planned.share
-        self.correction = 1.0
+        self.correction = 1.0 / (1.0 + window.left) if self.due else 1.0
         return self.due
 
     def _expected(self, loader: ActiveLoader | None) -> int:

@@ -12,6 +12,8 @@ class AccumulationWindow:
     Attributes:
         step: micro-batches since a loader last ended.
         position: micro-batches of this window so far, of the expected ``size``.
+        left: share of windows that a loader had planned, and whose passes were left inside them: this one has their
+            gradients too.
         weight: sum of the weights given on this rank; None: none yet. A number, as the two divisors, if it was loaded.
         denominator: divisor of summed losses in this window so far.
         reference: the denominator with which the next window starts.
@@ -31,6 +33,7 @@ class AccumulationWindow:
         "denominator",
         "done",
         "dropped",
+        "left",
         "position",
         "reached",
         "reference",
@@ -48,6 +51,7 @@ class AccumulationWindow:
         self.step = step
         self.position = 0
         self.size = 1
+        self.left = 0.0
         self.weight: torch.Tensor | float | None = None
         self.denominator: torch.Tensor | float | None = None
         self.reference: torch.Tensor | float | None = None
@@ -70,6 +74,7 @@ class AccumulationWindow:
         """Begins the next window, with the expected number of micro-batches."""
         self.position = 0
         self.size = size
+        self.left = 0.0
         self.unreduced = False
         self.several = False
         self.dropped = None
