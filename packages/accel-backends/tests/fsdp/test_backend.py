@@ -112,6 +112,18 @@ def test_every_sharding_trains_as_one_process(rank: int, options: dict[str, Any]
 
 
 @pytest.mark.ranks(2)
+def test_a_model_that_was_first_called_in_inference_mode_trains_as_one_process(rank: int) -> None:
+    backend = open_backend()
+    model = make_model("transformer", dtype=torch.float64)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    backend.prepare(Bundle([model], [optimizer]))
+    with torch.inference_mode():
+        loss_of(model, tokens(0))
+    train(backend, model, optimizer)
+    assert_trained(backend, model, reference())
+
+
+@pytest.mark.ranks(2)
 def test_an_optimizer_that_has_stepped_keeps_its_state(rank: int) -> None:
     model = make_model("transformer", dtype=torch.float64)
     optimizer = OPTIMIZERS["adamw"](model.parameters())

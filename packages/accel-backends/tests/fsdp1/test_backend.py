@@ -73,6 +73,22 @@ def test_it_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_model_that_was_first_called_in_inference_mode_trains(rank: int) -> None:
+    backend = open_backend()
+    model = make_model("transformer", dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = backend.prepare(Bundle([model], [optimizer])).models[0]
+    with torch.inference_mode():
+        before = float(loss_of(model, tokens(0)))
+    for _ in range(2):
+        loss = loss_of(model, tokens(0))
+        backend.backward(loss)
+        backend.step(optimizer)
+        optimizer.zero_grad()
+    assert float(loss.detach()) < before
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("how", ["again", "earlier forward"])
 def test_a_forward_has_one_backward_before_the_next_one(rank: int, strategy: str, how: str) -> None:

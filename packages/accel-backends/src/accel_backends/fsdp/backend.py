@@ -28,6 +28,7 @@ from accel_backends.fsdp.shard import (
     adopt,
     check_torch,
     find_unused,
+    gather_outside_inference_mode,
     reshard,
     reshard_after_evaluation,
     shard_dtypes,
@@ -188,6 +189,8 @@ class FSDPBackend(ModuleBackend):
             root, sharded.units, self.converter(), collective_backend=backend, device_type=self.device.type
         )
         self._sharded[root] = sharded
+        gather_first = untraced(partial(gather_outside_inference_mode, sharded=sharded))
+        root.register_forward_pre_hook(gather_first, prepend=True)
         root.register_forward_hook(untraced(partial(reshard_after_evaluation, sharded=sharded)))
         replace_parameters(given, named_parameters(root), kind)
         refuse_copies([root, *cast("list[nn.Module]", sharded.units)], kind, self.name)

@@ -17,6 +17,7 @@ from accel_backends.fsdp.wrap_units import Units, find_units
 from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.ops.meta_init import Made, make_empty, materialise
 from accel_backends.parallel.expert_parallel import shard_placement
+from accel_backends.private import full_parameter, unit_parameters
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
 from accel_precision.policy import PrecisionPolicy
@@ -141,6 +142,20 @@ def reshard_after_evaluation(root: nn.Module, *_: Any, sharded: Sharded) -> None
     """
     if not torch.is_grad_enabled():
         reshard(root, sharded)
+
+
+def gather_outside_inference_mode(root: nn.Module, *_: Any, sharded: Sharded) -> None:
+    """Forward pre-hook of a root: in ``torch.inference_mode``, gathers units that were not gathered before, once.
+
+    torch keeps the tensors that their first all-gather makes, and no later backward can use tensors of inference mode.
+    """
+    if not torch.is_inference_mode_enabled():
+        return
+    for unit in (cast("FSDPModule", root), *sharded.units):
+        if any(full_parameter(entry) is None for entry in unit_parameters(cast(nn.Module, unit))):
+            with torch.inference_mode(False), torch.no_grad():
+                unit.unshard()
+                unit.reshard()
 
 
 def _alive(units: Iterable["ref[FSDPModule]"]) -> list["FSDPModule"]:

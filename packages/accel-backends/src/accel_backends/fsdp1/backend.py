@@ -261,9 +261,16 @@ class FSDP1Backend(ModuleBackend):
 
     def _watch(self, wrapped: "FullyShardedDataParallel") -> None:
         """Adds the hooks that reshard a model after evaluations, and refuse backwards that torch would not reduce."""
-        from accel_backends.fsdp1.root import OneBackward, Wrapped, is_sharded, reshard_after_evaluation
+        from accel_backends.fsdp1.root import (
+            OneBackward,
+            Wrapped,
+            allocate_outside_inference_mode,
+            is_sharded,
+            reshard_after_evaluation,
+        )
 
         units = Wrapped(type(wrapped).fsdp_modules(wrapped))
+        wrapped.register_forward_pre_hook(untraced(allocate_outside_inference_mode), prepend=True)
         wrapped.register_forward_hook(untraced(partial(reshard_after_evaluation, units=units)))
         self._wrapped |= units
         if not is_sharded(wrapped):

@@ -98,6 +98,16 @@ def reshard(units: Wrapped) -> None:
             handle._prefetched = False
 
 
+def allocate_outside_inference_mode(wrapped: FullyShardedDataParallel, *_: Any) -> None:
+    """Forward pre-hook of an outermost wrapper: allocates what torch's first forward does, if that is of inference.
+
+    torch keeps these tensors, and no later backward could use tensors of inference mode.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            wrapped.check_is_root()
+
+
 def reshard_after_evaluation(*_: Any, units: Wrapped) -> None:
     """Forward hook of an outermost wrapper that reshards its units where no backward will."""
     if not torch.is_grad_enabled():
