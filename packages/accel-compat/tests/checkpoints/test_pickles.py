@@ -6,6 +6,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from accel_compat.checkpoints.pickles import load, save
 
@@ -28,6 +29,19 @@ def test_a_failed_save_leaves_the_file_and_nothing_beside_it(tmp_path, safe):
         save({"weight": lambda: None}, path, safe_serialization=safe)
     assert [one.name for one in tmp_path.iterdir()] == ["model"]
     assert path.read_bytes() == before
+
+
+def test_weights_side_by_side_in_one_storage_are_all_saved(tmp_path):
+    flat = torch.arange(6.0)
+    state = {"first": flat[:2], "second": flat[2:].view(2, 2), "tied": flat[:2], "no": torch.empty(0), "none": flat[:0]}
+    save(state, tmp_path / "model.safetensors", safe_serialization=True)
+    read = load_file(tmp_path / "model.safetensors")
+    assert {name: one.tolist() for name, one in read.items()} == {
+        "first": [0.0, 1.0],
+        "second": [[2.0, 3.0], [4.0, 5.0]],
+        "no": [],
+        "none": [],
+    }
 
 
 def test_an_open_file_is_written_to():

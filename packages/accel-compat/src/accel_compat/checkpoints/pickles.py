@@ -69,21 +69,25 @@ def _write(obj: Any, f: Any, *, safe_serialization: bool) -> None:
 
 
 def clean_state_dict_for_safetensors(state_dict: Any) -> dict[str, Any]:
-    """Returns the tensors without further names of one storage, each contiguous."""
+    """Returns the tensors without further names of one piece of memory, each contiguous.
+
+    Tensors that lie side by side in one storage, as the weights of recurrent layers on a GPU do, are all kept.
+    """
     from accel_inference import id_tensor_storage
 
-    seen: dict[Any, str] = {}
+    taken: dict[Any, list[range]] = {}
     kept: dict[str, Any] = {}
     dropped = []
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             kept[name] = value
             continue
-        key = id_tensor_storage(value)
-        if value.device.type != "meta" and key in seen:
-            dropped.append(name)
-            continue
-        seen[key] = name
+        if value.device.type != "meta":
+            piece, others = _bytes_of(value), taken.setdefault(id_tensor_storage(value), [])
+            if any(piece.start < one.stop and one.start < piece.stop for one in others):
+                dropped.append(name)
+                continue
+            others.append(piece)
         kept[name] = value.contiguous()
     if dropped:
         LOG.warning(
@@ -92,3 +96,12 @@ def clean_state_dict_for_safetensors(state_dict: Any) -> dict[str, Any]:
             dropped,
         )
     return kept
+
+
+def _bytes_of(tensor: torch.Tensor) -> range:
+    """Bytes of its storage from the first element of a tensor to behind its last one; none of an empty tensor."""
+    size, start = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
+    if tensor.numel() == 0:
+        return range(start, start)
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(start, start + (last + 1) * size)
