@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from accel.utils import ParallelismConfig
 from accel_compat.facade.accelerator import CompatAccelerator
@@ -79,3 +79,31 @@ def test_a_dispatched_batch_that_is_not_full_is_dropped_or_filled(
 def test_tensor_parallel_processes_are_dispatched_the_same_rows(rank: int) -> None:
     found = dispatched(drop_last=True, parallelism_config=ParallelismConfig(tp_size=2))
     assert found == ([[0, 1], [2, 3], [4, 5]], 3)
+
+
+class Staged(Dataset[int]):
+    """A data set that knows the epoch, as one whose augmentation follows a schedule."""
+
+    epoch = None
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_the_epoch_reaches_the_sampler_and_the_data_set(processes: int, skipped: bool) -> None:
+    from accelerate import skip_first_batches
+    from accelerate.data_loader import prepare_data_loader
+
+    data = Staged()
+    given = DataLoader(data, 2, shuffle=True)
+    loader = prepare_data_loader(given, num_processes=processes, process_index=0, use_seedable_sampler=True)
+    (skip_first_batches(loader, 1) if skipped else loader).set_epoch(5)
+    assert (data.epoch, given.batch_sampler.sampler.epoch) == (5, 5)  # type: ignore[union-attr]

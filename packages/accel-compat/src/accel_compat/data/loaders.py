@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel_compat.data.samplers import set_sampler
+from accel_compat.data.samplers import nested_samplers, set_sampler
 from accel_compat.state.accelerator_state import SharedAcceleratorState
 from accel_compat.state.gradient_state import SharedGradientState
 from accel_compat.state.process_state import SharedPartialState
@@ -202,17 +202,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of samplers, batch samplers and the dataset that have one."""
-        self.iteration = epoch
-        sampler = self.batch_sampler
-        inner = getattr(sampler, "batch_sampler", None)
-        known = [sampler, getattr(sampler, "sampler", None), inner, getattr(inner, "sampler", None)]
-        if isinstance(self.sampler, torch.utils.data.BatchSampler):
-            known += [self.sampler, getattr(self.sampler, "sampler", None)]
-        found = [one for one in known if hasattr(one, "set_epoch")]
-        if not found and hasattr(self.dataset, "set_epoch"):
-            found = [self.dataset]
-        for one in found:
-            one.set_epoch(epoch)
+        _set_epoch(self, epoch)
 
     @property
     def total_batch_size(self) -> int:
@@ -330,13 +320,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the sampler or the dataset."""
-        self.iteration = epoch
-        sampler = getattr(self.batch_sampler, "sampler", None)
-        if sampler is not None and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        elif hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        """Sets the epoch of samplers, batch samplers and the dataset that have one."""
+        _set_epoch(self, epoch)
 
     def __len__(self) -> int:
         length = len(self.base_dataloader)
@@ -377,6 +362,13 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __len__(self) -> int:
         return len(self.base_dataloader) - self.skip_batches
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    loader.iteration = epoch
+    for one in (*nested_samplers(loader), loader.dataset):
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(epoch)
 
 
 def mesh_ranks(mesh: Any) -> tuple[int, int]:

@@ -126,6 +126,18 @@ class CompatSkipSampler(BatchSampler):
         return len(self.batch_sampler) - self.skip_batches
 
 
+def nested_samplers(dataloader: Any) -> list[Any]:
+    """The batch samplers and samplers of a loader, with those that shards, skips and wrappers have inside."""
+    found: list[Any] = []
+    waiting = [dataloader.batch_sampler, dataloader.sampler]
+    while waiting:
+        one = waiting.pop(0)
+        if one is not None and not any(one is other for other in found):
+            found.append(one)
+            waiting += [getattr(one, "batch_sampler", None), getattr(one, "sampler", None)]
+    return found
+
+
 def set_sampler(dataloader: Any, sampler: Any) -> None:
     """Replaces the sampler of single samples of a loader, also inside of a shard of batches."""
     if isinstance(dataloader.sampler, BatchSampler):
