@@ -107,3 +107,13 @@ def test_the_epoch_reaches_the_sampler_and_the_data_set(processes: int, skipped:
     loader = prepare_data_loader(given, num_processes=processes, process_index=0, use_seedable_sampler=True)
     (skip_first_batches(loader, 1) if skipped else loader).set_epoch(5)
     assert (data.epoch, given.batch_sampler.sampler.epoch) == (5, 5)  # type: ignore[union-attr]
+
+
+def test_a_loader_without_its_first_batches_repeats_as_many_samples_at_its_end() -> None:
+    from accelerate import skip_first_batches
+    from accelerate.data_loader import prepare_data_loader
+
+    loader = prepare_data_loader(DataLoader(range(10), 3), num_processes=2, process_index=0)  # type: ignore[arg-type]
+    skipped = skip_first_batches(loader, 1)
+    assert [skipped.remainder for _ in skipped] == [4]
+    assert skipped.total_batch_size == loader.total_batch_size == 6

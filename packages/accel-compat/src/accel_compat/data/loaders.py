@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel_compat.data.samplers import nested_samplers, set_sampler
+from accel_compat.data.samplers import CompatSkipSampler, nested_samplers, set_sampler
 from accel_compat.state.accelerator_state import SharedAcceleratorState
 from accel_compat.state.gradient_state import SharedGradientState
 from accel_compat.state.process_state import SharedPartialState
@@ -208,6 +208,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def total_batch_size(self) -> int:
         """Samples of a batch over all processes."""
         sampler = self.sampler if isinstance(self.sampler, torch.utils.data.BatchSampler) else self.batch_sampler
+        while isinstance(sampler, CompatSkipSampler):
+            sampler = sampler.batch_sampler
         if getattr(sampler, "split_batches", False):
             return int(sampler.batch_size)
         return int(sampler.batch_size * getattr(sampler, "num_processes", 1))
