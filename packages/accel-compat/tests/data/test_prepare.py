@@ -117,3 +117,15 @@ def test_a_loader_without_its_first_batches_repeats_as_many_samples_at_its_end()
     skipped = skip_first_batches(loader, 1)
     assert [skipped.remainder for _ in skipped] == [4]
     assert skipped.total_batch_size == loader.total_batch_size == 6
+
+
+@pytest.mark.ranks(2)
+def test_a_dispatched_pass_goes_on_at_the_batch_behind_the_saved_one(rank: int) -> None:
+    accelerator = CompatAccelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True, use_stateful_dataloader=True)
+    )
+    first, second = (accelerator.prepare(DataLoader(range(12), 2)) for _ in range(2))  # type: ignore[arg-type]
+    assert next(iter(first)).tolist() == [[0, 1], [2, 3]][rank]
+    second.load_state_dict(first.state_dict())
+    assert [one.tolist() for one in second] == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]][rank]
+    SharedAcceleratorState._reset_state(reset_partial_state=True)

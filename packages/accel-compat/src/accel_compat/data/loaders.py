@@ -265,8 +265,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if state.process_index == 0:
             wanted = 1 if self.split_batches else self._place[0]
             held: list[Any] = []
+            self._update_state_dict()  # before this global batch, which is read ahead
             while len(held) < wanted:
-                self._update_state_dict()
                 one = next(batches, None)
                 if one is None:
                     break
