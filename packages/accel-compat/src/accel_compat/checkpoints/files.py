@@ -21,6 +21,11 @@ def numbered(stem: str, index: int, ending: str) -> str:
     return f"{stem}{'' if index == 0 else f'_{index}'}.{ending}"
 
 
+def loader_file(index: int, rank: int) -> str:
+    """Name of the file with a rank's state of the loader with this number; Accelerate knows that of rank 0."""
+    return numbered(LOADER if rank == 0 else f"{LOADER}_rank{rank}", index, "bin")
+
+
 def save_accelerator_state(  # noqa: PLR0913  (the signature that users know)
     output_dir: str | Path,
     model_states: Sequence[Mapping[str, Any]],
@@ -44,7 +49,7 @@ def save_accelerator_state(  # noqa: PLR0913  (the signature that users know)
             save(item.state_dict(), folder / numbered(stem, index, "bin"), save_on_each_node=save_on_each_node)
     for index, loader in enumerate(dataloaders):
         if getattr(loader, "use_stateful_dataloader", False):
-            torch.save(loader.state_dict(), folder / numbered(LOADER, index, "bin"))
+            torch.save(loader.state_dict(), folder / loader_file(index, process_index))
     if scaler is not None:
         torch.save(scaler.state_dict(), folder / SCALER)
     states: dict[str, Any] = {
@@ -93,7 +98,8 @@ def load_accelerator_state(  # noqa: PLR0913  (the signature that users know)
         scheduler.load_state_dict(load(folder / numbered(SCHEDULER, index, "bin"), **options))
     for index, loader in enumerate(dataloaders):
         if getattr(loader, "use_stateful_dataloader", False):
-            path = folder / numbered(LOADER, index, "bin")
+            own = folder / loader_file(index, process_index)
+            path = own if own.exists() else folder / loader_file(index, 0)  # Accelerate writes that one only
             if path.exists():
                 loader.load_state_dict(load(path, **options))
     if scaler is not None and (folder / SCALER).exists():
