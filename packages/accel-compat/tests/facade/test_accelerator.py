@@ -75,6 +75,26 @@ def test_a_saved_state_is_restored(tmp_path):
     assert names == {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
 
 
+def test_folders_without_automatic_names_are_not_among_the_checkpoints(tmp_path):
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(project_config=project)
+    base = tmp_path / "checkpoints"
+    (base / "best").mkdir(parents=True)
+    (base / "run_2024").mkdir()
+    with pytest.raises(ValueError, match="no folder checkpoint_0"):
+        accelerator.load_state()
+    for step in range(12):
+        accelerator.step = step
+        accelerator.save_state()
+    assert {path.name for path in base.iterdir()} == {"best", "run_2024", "checkpoint_10", "checkpoint_11"}
+    accelerator.step = 0
+    accelerator.load_state()
+    assert accelerator.step == 11
+
+
 def test_a_subclass_has_the_decorators_without_a_function():
     from accelerate import Accelerator
 

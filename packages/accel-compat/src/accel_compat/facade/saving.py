@@ -18,13 +18,13 @@ from accel_compat.helpers.models import get_pretty_name
 from accel_state.enums import DistributedType
 
 LOG = logging.getLogger("accelerate.accelerator")
-_NUMBER = re.compile(r"\d+$")
+_AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
 
 def _folders(base: str) -> list[str]:
-    """Numbered folders, oldest first."""
-    found = [os.path.join(base, name) for name in os.listdir(base)]
-    return sorted(found, key=lambda path: int(match[0]) if (match := _NUMBER.search(path)) else -1)
+    """Folders with automatic names, oldest first; others, as one that the user keeps the best weights in, are left out."""
+    found = {int(match[1]): name for name in os.listdir(base) if (match := _AUTOMATIC.fullmatch(name))}
+    return [os.path.join(base, found[number]) for number in sorted(found)]
 
 
 class SavingMethods:
@@ -226,7 +226,11 @@ class SavingMethods:
             return folder
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-        return _folders(os.path.join(self.project_dir, "checkpoints"))[-1]
+        base = os.path.join(self.project_dir, "checkpoints")
+        folders = _folders(base)
+        if not folders:
+            raise ValueError(f"{base} has no folder checkpoint_0, checkpoint_1, ... to load; give input_dir")
+        return folders[-1]
 
     def _read_strategy(self: Any, input_dir: str, options: dict[str, Any]) -> list[Any]:
         if self.distributed_type == DistributedType.DEEPSPEED:
