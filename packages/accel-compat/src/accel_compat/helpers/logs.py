@@ -17,7 +17,7 @@ class CompatLogAdapter(logging.LoggerAdapter[logging.Logger]):
         return not main_process_only or SharedPartialState().is_main_process
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Logs on the processes that ``main_process_only`` and ``in_order`` say.
+        """Logs on the main process; with ``main_process_only=False`` on all; with ``in_order`` on all, one by one.
 
         Raises:
             RuntimeError: no state of the process exists.
@@ -27,21 +27,21 @@ class CompatLogAdapter(logging.LoggerAdapter[logging.Logger]):
                 "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
                 "using the logging utility."
             )
-        everywhere = not kwargs.pop("main_process_only", True)
+        main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
+        text, options = self.process(msg, kwargs)
+        if not in_order:
+            if self._should_log(main_process_only):
+                self.logger.log(level, text, *args, **options)
+            return
         state = SharedPartialState()
-        if self._should_log(not everywhere) and not (in_order and everywhere):
-            text, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
-            self.logger.log(level, text, *args, **kwargs)
-        elif in_order and everywhere:
-            text, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
-            for rank in range(state.num_processes):
-                if rank == state.process_index:
-                    self.logger.log(level, text, *args, **kwargs)
-                state.wait_for_everyone()
+        for rank in range(state.num_processes):
+            if rank == state.process_index:
+                self.logger.log(level, text, *args, **options)
+            state.wait_for_everyone()
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Adds the rank to the text."""
