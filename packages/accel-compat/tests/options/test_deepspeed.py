@@ -1,7 +1,8 @@
 """DeepSpeed's plugin with Accelerate's fields: sources, "auto", selection, translation."""
 
-import importlib
+import importlib.util
 import os
+from contextlib import suppress
 
 import pytest
 from torch import nn
@@ -104,6 +105,22 @@ def test_the_precision_enables_its_section(asked, other):
     assert plugin.deepspeed_config[other] == {"enabled": False}
     with pytest.raises(ValueError, match="--mixed_precision"):
         plugin.set_mixed_precision(other)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="Transformers looks for DeepSpeed")
+def test_models_are_built_in_full_within_the_block_of_a_script():
+    seen = pytest.importorskip("transformers.integrations.deepspeed")
+    plugin = CompatDeepSpeedPlugin(hf_ds_config=DOCUMENT)
+    plugin.select(_from_accelerator_state=True)
+    try:
+        assert seen.is_deepspeed_zero3_enabled()
+        with suppress(KeyError), plugin.zero3_init_context_manager(enable=False):
+            assert not seen.is_deepspeed_zero3_enabled()
+            raise KeyError
+        assert seen.is_deepspeed_zero3_enabled()
+        assert plugin.zero3_init_flag
+    finally:
+        seen.unset_hf_deepspeed_config()
 
 
 def test_only_the_state_selects_a_plugin():

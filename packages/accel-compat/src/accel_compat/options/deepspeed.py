@@ -3,7 +3,8 @@
 import copy
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +139,21 @@ class CompatDeepSpeedPlugin(AutoValues):
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are partitioned while they are built."""
         return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Within the block, Transformers partitions models while it builds them only if ``enable`` is set."""
+        before = self.zero3_init_flag
+        if before == enable:
+            yield
+            return
+        self.zero3_init_flag = enable
+        self.set_deepspeed_weakref()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Enables the section of a precision where it is "auto" or missing.
