@@ -25,6 +25,7 @@ def accelerate_in(folder: Path, module: str, *words: str) -> subprocess.Complete
         (["a.py", "--x"], {}, ["a.py", "--x"]),
         (["--multi_gpu", "--num_processes", "2", "a.py"], {}, ["--multi_gpu", "--num_processes", "2", "a.py"]),
         (["--multi_gpu", "a.py"], {"ACCELERATE_USE_CPU": "true"}, ["a.py"]),
+        (["a.py", "--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, ["a.py", "--multi_gpu"]),
     ],
 )
 def test_launch_is_that_of_accel_with_compat(tmp_path, words, env, expected):
@@ -38,6 +39,10 @@ def test_the_written_defaults_are_the_settings_of_launches(tmp_path, monkeypatch
     assert f"saved at {written}" in capsys.readouterr().out
     assert "mixed_precision: bf16" in written.read_text()
     assert launch_words(["a.py"], os.environ)[2:4] == ["--config_file", str(written)]
+    own = ["--num-processes=1", "a.py", "--config_file", "mine.yaml"]
+    assert launch_words(own, os.environ)[2:] == ["--config_file", str(written), *own]
+    named = ["--config-file", "named.yaml", "a.py"]
+    assert launch_words(named, os.environ)[2:] == named
     assert run_command(["config", "default"]) == 0
     assert "already exists" in capsys.readouterr().out
     config = load_config_from_file(None)

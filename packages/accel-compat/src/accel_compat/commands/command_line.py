@@ -50,7 +50,7 @@ def launch_words(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     The file of ``default_file`` is read if none is named. ``--multi_gpu`` is dropped if ``ACCELERATE_USE_CPU`` is on,
     because Accelerate then starts the processes on the CPU.
     """
-    flags = [word.partition("=")[0].replace("-", "_") for word in words]
+    flags = [word.partition("=")[0].replace("-", "_") for word in before_script(words)]
     made = ["launch", "--compat"]
     if "__config_file" not in flags and (file := existing_default(env)) is not None:
         made += ["--config_file", file]
@@ -59,6 +59,16 @@ def launch_words(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
         place = flags.index("__multi_gpu")
         return [*made, *words[:place], *words[place + 1 :]]
     return [*made, *words]
+
+
+def before_script(words: Sequence[str]) -> Sequence[str]:
+    """The launcher's own words; options behind the script are the script's, also under the same names."""
+    from accel_launch.cli.launch import launch as command
+
+    read = command.make_context(
+        "launch", list(words), resilient_parsing=True, token_normalize_func=lambda name: name.replace("-", "_")
+    )
+    return words[: len(words) - len(read.params["program"])]
 
 
 def _launch(words: Sequence[str]) -> int:
