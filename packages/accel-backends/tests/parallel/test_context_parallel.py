@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from accel_backends.parallel.context_parallel import Context
 from accel_backends.parallel.sdpa import apply_context_parallel, context_parallel_attention
+from accel_backends.parallel.sequence_inputs import check_inputs
 from accel_state.errors import BackendError, ConfigError, PrepareError
 
 from .tiny_models import MODELS, OPTIMIZERS, assert_states_equal, distance, llama, tokens
@@ -236,6 +237,24 @@ def test_models_with_another_attention_are_refused_by_name(rank):
         apply_context_parallel(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8)), cp)
     with pytest.raises(PrepareError, match=r"Plain is no transformers model; nearest: .*context_parallel_attention"):
         apply_context_parallel(Plain(), cp)
+
+
+def test_models_with_another_loss_are_refused():
+    import transformers as t
+
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart, decoder = (t.BartConfig(vocab_size=64, d_model=8, **layers) for _ in range(2))
+    check_inputs(llama(blocks=1))
+    check_inputs(llama(blocks=1).model)
+    for model, told in (
+        (t.BertForMaskedLM(t.BertConfig(**sizes)), "computes the loss ForMaskedLM, not that of the next token"),
+        (t.LlamaForSequenceClassification(t.LlamaConfig(**sizes)), "the loss ForSequenceClassification"),
+        (t.BartForConditionalGeneration(bart), "is an encoder-decoder"),
+        (t.BartForCausalLM(decoder), "takes no position_ids"),
+    ):
+        with pytest.raises(PrepareError, match=rf"{type(model).__name__} .*{told}.*nearest: a causal language model"):
+            check_inputs(model)
 
 
 @pytest.mark.ranks(2)

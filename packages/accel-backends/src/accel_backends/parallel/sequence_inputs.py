@@ -14,6 +14,8 @@ from accel_state.errors import BackendError, PrepareError
 
 _TOKENS = ("input_ids", "inputs_embeds")
 _OUTPUTS = ("logits", "last_hidden_state")
+_NEXT_TOKEN = (None, "ForCausalLM", "ForConditionalGeneration")
+"""Kinds of loss of the next token, in transformers' names; the last one is that of models of images and text."""
 
 
 @final
@@ -148,12 +150,28 @@ class SequenceInputs:
 
 
 def check_inputs(model: nn.Module) -> None:
-    """Refuses models that do not pass the number of labelled tokens on to their loss.
+    """Refuses models that do not pass the number of labelled tokens on to their loss, or have another loss.
 
     Raises:
-        PrepareError: the forward has no keywords of its own choice, as transformers' models have.
+        PrepareError: the forward has no keywords of its own choice, as transformers' models have; the loss is not that
+            of the next token, as in classification; or the model is one of transformers that places tokens by their
+            number in its input, as decoders of the kind of BART do, whose loss is their own too.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
+    names = inspect.signature(model.forward).parameters
+    reason = None
+    if kind not in _NEXT_TOKEN:
+        reason = f"computes the loss {kind}, not that of the next token"
+    elif getattr(config, "is_encoder_decoder", False):
+        reason = "is an encoder-decoder, whose labels are those of its decoder"
+    elif type(model).__module__.startswith("transformers.") and "position_ids" not in names:
+        reason = "takes no position_ids, so that positions begin anew in each shard"
+    if reason is not None:
+        raise PrepareError(
+            f"{type(model).__name__} {reason}; nearest: a causal language model of transformers, or full sequences "
+            "(cp_size=1, sp_size=1)"
+        )
+    parameters = names.values()
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD or one.name == "num_items_in_batch" for one in parameters):
         raise PrepareError(
             f"the forward of {type(model).__name__} takes no num_items_in_batch, by which the loss is averaged "
