@@ -1,5 +1,7 @@
 """Over context-parallel ranks a model trains as it does on one process."""
 
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from accel_backends.parallel.context_parallel import Context
 from accel_backends.parallel.sdpa import apply_context_parallel, context_parallel_attention
-from accel_backends.parallel.sequence_inputs import check_inputs
+from accel_backends.parallel.sequence_inputs import SequenceInputs, check_inputs
 from accel_state.errors import BackendError, ConfigError, PrepareError
 
 from .tiny_models import MODELS, OPTIMIZERS, assert_states_equal, distance, llama, tokens
@@ -128,6 +130,23 @@ def test_checkpointed_activations_and_the_model_s_own_loss(rank, method):
     for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         dist.all_reduce(parameter.grad)
         assert distance(parameter.grad / 2, other.grad) < 1e-5, name
+
+
+@pytest.mark.ranks(2)
+def test_a_given_number_divides_the_sum_over_all_tokens(rank):
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    losses = torch.arange(16.0)
+
+    def loss_of(*, inputs_embeds, num_items_in_batch, **_):
+        return types.SimpleNamespace(loss=nn.Linear.forward(model, inputs_embeds).sum() / num_items_in_batch)
+
+    model.forward = loss_of
+    SequenceInputs(context()).attach(model)
+    loss = model(inputs_embeds=losses.view(1, 16, 1), labels=torch.ones(1, 16), num_items_in_batch=4).loss
+    loss.backward()
+    dist.all_reduce(model.weight.grad)
+    assert float(loss) == float(model.weight.grad) / 2 == losses.sum() / 4
 
 
 @pytest.mark.ranks(4)

@@ -78,7 +78,8 @@ class SequenceInputs:
     def sharded(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this rank's shard of a model's arguments, with the number by which the loss of its tokens is divided.
 
-        Means over ranks of such losses, and of their gradients, are those of all labelled tokens.
+        Means over ranks of such losses, and of their gradients, are those of all labelled tokens. A number that is
+        given (``num_items_in_batch``) divides the sum over the tokens of all ranks, as in one process.
 
         Raises:
             BackendError: shards whose labels are not shifted, or without tokens.
@@ -88,10 +89,13 @@ class SequenceInputs:
         """
         shards = self._completed(given) if self._given_shards else self.context.shard_batch(given)
         labels = shards.get("shift_labels", shards.get("labels"))
-        if isinstance(labels, torch.Tensor) and shards.get("num_items_in_batch") is None:
+        number, size = shards.get("num_items_in_batch"), self.context.mesh.size()
+        if number is not None:
+            shards["num_items_in_batch"] = number / size
+        elif isinstance(labels, torch.Tensor):
             count = (labels != IGNORED).sum().to(torch.float64 if labels.device.type == "cpu" else torch.float32)
             dist.all_reduce(count, group=self.context.group)
-            shards["num_items_in_batch"] = count.clamp(min=1) / self.context.mesh.size()
+            shards["num_items_in_batch"] = count.clamp(min=1) / size
         return shards
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
