@@ -97,3 +97,21 @@ def test_all_stages_have_the_values_of_rank_0(rank):
     assert set(state) == set(expected)
     assert all(state[name].equal(value) for name, value in expected.items())
     accelerator.end_training()
+
+
+@pytest.mark.ranks(4)
+def test_a_window_without_a_last_backward_has_the_gradients_of_all_shards(rank):
+    expected, tokens = MODELS["gpt2"]().double(), next(iter(loader()))["input_ids"]
+    (expected(input_ids=tokens, labels=tokens).loss / 2).backward()
+    accelerator = accelerator_of({"pp_size": 2, "cp_size": 2}, {}, gradient_accumulation_steps=2)
+    model = MODELS["gpt2"]().double()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    for number in range(2):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            if number == 0:
+                accelerator.backward(loss)
+    gradients = accelerator.full_gradients(model)
+    for name, one in expected.named_parameters():
+        assert distance(gradients[name], one.grad) <= 1e-10, name
+    accelerator.end_training()

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -44,7 +45,8 @@ class PipelineGradients(ReplicatedGradients):
     """
 
     def __init__(self, backend: "Backend", models: Iterable[PipelinedModel], *, mesh: "StageMesh") -> None:
-        super().__init__(backend, ranks=backend.run.parallelism.data_parallel_size)
+        # Ranks with other shards of the same sequences, too: ``data_parallel_size`` does not count these.
+        super().__init__(backend, ranks=1 if mesh.data is None else dist.get_world_size(mesh.data))
         self._models, self._mesh, self._pipeline = models, mesh, mesh.pipeline
 
     @property
