@@ -149,6 +149,16 @@ def test_a_tied_model_with_values_takes_those_of_the_checkpoint(loaded, place, t
     assert model.embed.weight.is_meta if place == "disk" else torch.equal(model.embed.weight, value)
 
 
+def test_two_names_of_one_tensor_are_two_weights_of_a_model_without_ties(tmp_path):
+    shared = torch.randn(3, 3)
+    torch.save({"0.weight": shared, "1.weight": shared}, tmp_path / "pytorch_model.bin")
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    load_checkpoint_in_model(model, tmp_path)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(model[1].weight, shared)
+
+
 def test_another_shape_is_refused_before_anything_is_loaded(three_layers, tmp_path):
     model = three_layers()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,6 +1,6 @@
 """Checkpoints read into a model, each weight once, to the device of its module or into the offload folder's index."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
@@ -25,7 +25,7 @@ from accel_inference.weights.kinds import check_kinds
 from accel_inference.weights.mapped_files import MappedFiles
 from accel_inference.weights.offload_folder import offload_weight, save_offload_index
 from accel_inference.weights.reading import read_in_order
-from accel_inference.weights.sources import FileWeight, Weight
+from accel_inference.weights.sources import FileWeight, HostWeight, Weight
 from accel_state.errors import CheckpointMismatchError
 
 _LOG = getLogger(__name__)
@@ -137,9 +137,15 @@ def load_weights(  # noqa: PLR0913  (what load_checkpoint_in_model has)
                 empty_weight(model, other, its_dtype)
     placed = sorted((step for step in plan if step.device != "disk"), key=_place_in_files)
     files = MappedFiles() if mapped else None
+    given: set[Hashable] = set()
 
     def weight_of(step: _Step) -> Weight:
         weight = _in_wanted_dtype(step, wanted, in_fp32)
+        if isinstance(weight, HostWeight):
+            # Two names of one tensor, as a file of torch's has of a tied model, are two tensors unless they are tied.
+            if weight.key in given:
+                return HostWeight(weight.tensor.clone())
+            given.add(weight.key)
         return files.weight(weight) if files is not None and str(step.device) == "cpu" else weight
 
     with emptied_after_an_error(model, [step.name for step in placed]):
