@@ -14,6 +14,7 @@ from accel_inference.dispatch.offload import cpu_offload, cpu_offload_with_hook,
 from accel_inference.hooks.hook import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel_inference.hooks.offloaded_state import get_state_dict_offloaded_model
 from accel_inference.module_tensors.meta_init import init_empty_weights
+from accel_inference.placement.auto_map import infer_auto_device_map
 from accel_state.errors import CheckpointMismatchError
 
 X = torch.ones(2, 3)
@@ -211,6 +212,24 @@ def test_a_module_whose_child_is_not_called_is_preloaded(tmp_path):
     disk_offload(model, tmp_path, preload_module_classes=["Outside"])
     assert torch.equal(model(X), expected)
     assert model[0].inner.weight.is_meta
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("way", ["cpu", "disk", "map"])
+def test_attention_of_torch_has_its_projection_without_being_told(bias, way, tmp_path):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(4, 2, bias=bias, batch_first=True).eval()
+    x = torch.randn(2, 3, 4)
+    expected = attention(x, x, x, need_weights=False)[0]
+    if way == "cpu":
+        cpu_offload(attention)
+    elif way == "disk":
+        disk_offload(attention, tmp_path)
+    else:
+        found = infer_auto_device_map(nn.Sequential(attention), {"cpu": 8}, clean_result=False)
+        assert found == {"0": "disk"}
+        dispatch_model(attention, {"": "disk"}, offload_dir=tmp_path)
+    torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], expected)
 
 
 def test_a_disk_without_place_and_a_map_with_holes_are_refused(model):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from accel_inference.hooks.align import AlignDevicesHook, DeviceLike, hooks_of
 from accel_inference.hooks.hook import add_hook_to_module
 from accel_inference.hooks.layerwise_casting import LayerwiseCastingHook
-from accel_inference.module_tensors.access import TiedParams, set_module_tensor_to_device
+from accel_inference.module_tensors.access import TiedParams, set_module_tensor_to_device, uses_children_uncalled
 from accel_inference.prefetch.weights_map import PrefixedDataset
 
 Devices = DeviceLike | Mapping[str, DeviceLike] | None
@@ -46,7 +46,7 @@ def attach_align_device_hook(  # noqa: PLR0913  (the signature that users know)
     """Adds an ``AlignDevicesHook`` to each module below that holds tensors of its own.
 
     A module of ``preload_module_classes`` gets one for all tensors below it, because it uses weights of its children
-    without calling them.
+    without calling them. So does torch's ``MultiheadAttention``.
     """
     preloaded = _is_preloaded(module, preload_module_classes)
     own = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
@@ -171,4 +171,4 @@ def _place_tensors(module: nn.Module, name: str, devices: Mapping[str, DeviceLik
 
 
 def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
-    return classes is not None and type(module).__name__ in classes
+    return uses_children_uncalled(module) or (classes is not None and type(module).__name__ in classes)

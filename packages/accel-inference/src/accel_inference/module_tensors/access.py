@@ -69,6 +69,11 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     return owner, leaf
 
 
+def uses_children_uncalled(module: nn.Module) -> bool:
+    """Whether a module of torch's own computes with weights of its children without calling these."""
+    return isinstance(module, nn.MultiheadAttention)  # with ``out_proj.weight``
+
+
 def is_below(name: str, modules: Iterable[str]) -> bool:
     """Whether one of ``modules`` is a part of a dotted name."""
     return any(f".{module}." in f".{name}." for module in modules)

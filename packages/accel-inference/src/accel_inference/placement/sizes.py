@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from accel_inference.module_tensors.access import named_module_tensors
+from accel_inference.module_tensors.access import named_module_tensors, uses_children_uncalled
 from accel_inference.module_tensors.dtypes import planned_byte_size, tensor_bytes
 from accel_state.enums import CustomDtype
 
@@ -60,8 +60,8 @@ def direct_parts(name: str, module: nn.Module | Tensor, *, buffers: bool = True)
 
 
 def is_divisible(module: nn.Module | Tensor, unsplittable: Sequence[str]) -> bool:
-    """Whether a module has children and its class may be split over devices."""
-    if isinstance(module, Tensor) or type(module).__name__ in unsplittable:
+    """Whether a module has children, calls them for their weights, and its class may be split over devices."""
+    if isinstance(module, Tensor) or type(module).__name__ in unsplittable or uses_children_uncalled(module):
         return False
     return any(True for _ in module.children())
 
