@@ -1,10 +1,14 @@
 """accel's options of FSDP with the values of Accelerate's plugin."""
 
+import functools
+
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from accel_backends.fsdp.config import BackwardPrefetch
+from accel_backends.fsdp.wrap_units import find_units
 from accel_compat.options.fsdp import CompatFSDPPlugin
 from accel_compat.options.fsdp_translation import translate_fsdp
 
@@ -34,6 +38,16 @@ from accel_compat.options.fsdp_translation import translate_fsdp
 def test_options_of_the_plugin_are_those_of_the_backend(given, expected):
     made = translate_fsdp(CompatFSDPPlugin(**given))
     assert {name: getattr(made, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_function_of_the_user_chooses_the_units(version):
+    policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, torch.nn.Linear))
+    plugin = CompatFSDPPlugin(
+        fsdp_version=version, auto_wrap_policy=policy, use_orig_params=None if version == 2 else True
+    )
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.Linear(2, 2))
+    assert find_units(model, translate_fsdp(plugin)).blocks == ("0.0", "1")
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -3,7 +3,7 @@
 from typing import Any
 
 from accel_backends import FullyShardedDataParallelPlugin
-from accel_backends.core.option_parsing import offloads
+from accel_backends.core.option_parsing import AutoWrap, offloads, wrap_value
 
 _SAME = (
     "fsdp_version",
@@ -40,4 +40,6 @@ def translate_fsdp(plugin: Any) -> Any:
     elif plugin.min_num_params:
         fields["auto_wrap_policy"] = "SIZE_BASED_WRAP"
         fields["min_num_params"] = plugin.min_num_params
+    elif not isinstance(policy := wrap_value(plugin.auto_wrap_policy), AutoWrap):
+        fields["auto_wrap_policy"] = policy
     return FullyShardedDataParallelPlugin(**fields)
