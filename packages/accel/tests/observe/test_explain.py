@@ -235,6 +235,7 @@ accelerator = Accelerator(log_with="tensorboard", project_config=project)
 own = torch.nn.Linear(4, 2)
 model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
 accelerator.init_trackers("net", {"lr": 0.1})
+board = accelerator.get_tracker("tensorboard", unwrap=True)
 accelerator.resume()
 if os.path.exists("project/checkpoints"):
     accelerator.load_state()
@@ -243,6 +244,8 @@ with accelerator.profile(ProfileKwargs(output_trace_dir="project/trace")) as pro
         accelerator.backward(model(torch.ones(1, 4)).sum())
         optimizer.step()
         accelerator.log({"loss": float(step)}, step=step)
+        if accelerator.is_main_process:
+            board.add_scalar("own", float(step), step)
         accelerator.save_state()
         accelerator.save_model(model, "project/model")
         profiler.step()

@@ -52,7 +52,7 @@ class _Spectator:
 
 @final
 class _Silent:
-    """Stands in for a profiler: accepts every call and does nothing."""
+    """Stands in for a profiler, or the object of a tracker's library: accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> "_Silent":
         return self
@@ -64,6 +64,10 @@ class _Silent:
 @contextmanager
 def _unprofiled(self: Accelerator, *args: Any, **kwargs: Any) -> Iterator[_Silent]:
     yield _Silent()
+
+
+def _untracked(self: Accelerator, name: str, unwrap: bool = False) -> _Silent:
+    return _Silent()
 
 
 def _elsewhere(self: Accelerator, place: Any = None, *args: Any, **kwargs: Any) -> "Location":
@@ -82,6 +86,7 @@ _WITHOUT_FILES: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     *((Accelerator, name, _nothing) for name in ("init_trackers", "resume", "on_preemption", "save", "save_model")),
     *((Accelerator, name, _elsewhere) for name in ("save_state", "load_state")),
     (Accelerator, "profile", _unprofiled),
+    (Accelerator, "get_tracker", _untracked),
     (PreemptionGuard, "listen_by_default", _nothing),
     (Trackers, "warn_untracked", _nothing),
 )
