@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel import Accelerator
-from accel_state import AccelError, CheckpointError, CheckpointMismatchError, ConfigError, PrepareError
+from accel_state import AccelError, CheckpointError, CheckpointMismatchError, ConfigError, PrepareError, SessionError
 
 
 def prepares_twice(accelerator: Accelerator, folder: Path) -> None:
@@ -82,3 +82,11 @@ def parts(model: nn.Module) -> list[torch.Tensor]:
     """What this rank holds of each parameter."""
     whole = [parameter.detach() for parameter in model.parameters()]
     return [part.to_local() if isinstance(part, DTensor) else part for part in whole]
+
+
+@pytest.mark.ranks(2)
+def test_a_model_is_not_prepared_after_the_end_of_training() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.end_training()
+    with pytest.raises(SessionError, match="closed"):
+        accelerator.prepare(nn.Linear(2, 1))

@@ -216,6 +216,7 @@ class Preparation:
         }
         if not any(where.values()):
             return
+        self._strategy.session.live_group()  # raises after end_training, before a backend meets torch's own error
         from accel_backends import Bundle
         from accel_inference.quantization.bnb_layers import load_scales
 
