@@ -338,6 +338,34 @@ def test_ranks_that_ran_out_go_on_with_the_others_schedule(rank, world_size):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("views", [False, True], ids=["gradients of their own", "views of buckets"])
+def test_a_rank_whose_batches_end_within_the_others_window_leaves_the_join(rank, world_size, views):
+    """Windows of two batches: the third and last one of rank 1 ends its window, and that of rank 0 does not."""
+    ddp = backend(config=DDPConfig(gradient_as_bucket_view=views))
+    model, optimizer = prepared(ddp)
+    reference = net()
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randn(world_size, 4, 4, generator=draw) for _ in range(4)]
+    with ddp.gradients.join([model]):
+        for number in range(4 - rank):
+            due = number % 2 == 1 or number == 3 - rank
+            with ddp.no_sync(reference if due else model):
+                ddp.backward(model(batches[number][rank]).square().mean(), scale=0.5)
+            if due:
+                ddp.step(optimizer)
+                ddp.zero_grad(optimizer)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for number, batch in enumerate(batches):
+        for each in range(1 if number == 3 else world_size):
+            (reference(batch[each]).square().mean() / 4).backward()
+        if number % 2:
+            other.step()
+            other.zero_grad()
+    assert torch.allclose(flat(model), flat(reference), atol=1e-6)
+    assert torch.equal(*everywhere(flat(model)))
+
+
+@pytest.mark.ranks(2)
 def test_join_can_be_switched_off(rank):
     ddp = backend()
     model, _ = prepared(ddp)

@@ -95,11 +95,14 @@ class DDPBackend(ModuleBackend):
         """DDP's ``no_sync``: gradients accumulate on each rank until a backward outside of the context reduces them.
 
         With ``static_graph`` the first backward reduces nevertheless, because torch records the graph in it. The result
-        is the same, because the mean over ranks of that mean and later gradients is the mean of all.
+        is the same, because the mean over ranks of that mean and later gradients is the mean of all. Every backward
+        reduces within ``join``, where the accumulation windows of ranks end at different batches.
         """
         wrapped = find_ddp(model)
         if wrapped is None:
             return self._bare(model, synchronising=False)
+        if wrapped._join_config.enable:
+            return NOTHING
         own = [one for one in self._reductions if isinstance(one, Reduction) and one.model is wrapped]
         if wrapped.static_graph and not any(one.recorded for one in own):
             return NOTHING

@@ -41,7 +41,7 @@ class Reduction:
         recorded: a synchronising backward has run, in which torch records a static graph.
     """
 
-    __slots__ = ("_before", "_expected", "_group", "_marks", "_model", "_others", "_sparse", "recorded")
+    __slots__ = ("_aside", "_before", "_expected", "_group", "_marks", "_model", "_others", "_sparse", "recorded")
 
     def __init__(self, model: DistributedDataParallel, group: Any = None, *, given: bool = False) -> None:
         model.__dict__["require_forward_param_sync"] = _SPENT  # the first backward may go through another method
@@ -52,6 +52,8 @@ class Reduction:
         self._marks: GradientMarks | None = None
         # With a static graph: marks of the gradients before a backward that follows no forward of this model.
         self._before: GradientMarks | None = None
+        # Within a join: the gradients of earlier micro-batches, while a backward reduces its own.
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._expected: list[torch.Tensor] = []  # in the reducer's order, which its parameter indices refer to
         self._others: list[torch.Tensor] = []
         self._sparse = {id(module.weight) for _, module in sparse_embeddings(model)}
@@ -81,6 +83,7 @@ class Reduction:
             return
         self._marks = None
         if model.require_forward_param_sync is True:
+            self._set_aside(model)
             return
         if model.static_graph:
             if model.require_forward_param_sync is _SPENT:
@@ -91,6 +94,7 @@ class Reduction:
                 "join_uneven_inputs follows one backward for each forward of a model, and this is another after the "
                 "same forward; nearest: add the losses up and call backward once"
             )
+        self._set_aside(model)
         self._marks = gradient_marks(self._expected)
         model._has_rebuilt_buckets = model.reducer._rebuild_buckets() or model._has_rebuilt_buckets
         model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
@@ -131,6 +135,7 @@ class Reduction:
             return
         self.recorded = True
         self._complete(model)
+        self._add_aside()
         if self._marks is not None and gradient_marks(self._expected) != self._marks:
             self._marks = None
         model.__dict__["require_forward_param_sync"] = _SPENT
@@ -138,6 +143,23 @@ class Reduction:
             if parameter.requires_grad:
                 self._average_thawed(model)
                 break
+
+    def _set_aside(self, model: DistributedDataParallel) -> None:
+        """Within a join, leaves the next backward only its own gradients to reduce.
+
+        Ranks without batches add zeros to those, also where they were part of what the window has accumulated.
+        """
+        self._aside.clear()  # of a backward that failed
+        for parameter in self._expected if model._join_config.enable else ():
+            if (held := parameter.grad) is not None:
+                self._aside.append((parameter, held.clone() if model.gradient_as_bucket_view else held))
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _add_aside(self) -> None:
+        while self._aside:
+            parameter, held = self._aside.pop()
+            parameter.grad = held if parameter.grad is None else parameter.grad.add_(held)
 
     def _complete(self, model: DistributedDataParallel) -> None:
         """Adds gradients of -0.0 where the reducer still waits for a gradient, and deletes those that no rank used.
