@@ -38,6 +38,14 @@ def logged(step: int, loss: float, at: float) -> dict[str, Any]:
     return {"kind": "logged", "time": at, "step": step, "values": {"loss": loss}}
 
 
+def test_a_loss_that_became_nan_is_shown_as_the_last_one() -> None:
+    history = history_of([logged(0, 2.0, 1.0), logged(1, 1.5, 2.0), {**logged(2, 0, 3.0), "values": {"loss": "nan"}}])
+    assert [step for step, _ in history.curves["loss"]] == [0, 1, 2]
+    page = page_of(history)
+    assert "<span>loss</span><b>nan</b><small>lowest 1.5 at step 1</small>" in page
+    assert "<span>last step</span><b>2</b>" in page
+
+
 @pytest.fixture(scope="module", params=[0.02, 1000.0], ids=["delivered", "not-delivered"])
 def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A run that was taken up again after two steps too many.

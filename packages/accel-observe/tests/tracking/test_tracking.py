@@ -505,6 +505,14 @@ def test_a_spool_leaves_out_a_line_that_was_cut_off(tmp_path: Path) -> None:
     assert [entry.step for entry in spool.take()] == [1]
 
 
+def test_numbers_that_json_lacks_come_back_from_a_spool_as_numbers(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "s.jsonl")
+    spool.append([SpooledCall("log", {"loss": math.nan, "eval": {"worst": -math.inf}, "note": "not a number"}, 1, {})])
+    (entry,) = spool.take()
+    assert math.isnan(entry.values.pop("loss"))
+    assert entry.values == {"eval": {"worst": -math.inf}, "note": "not a number"}
+
+
 def trained(tmp_path: Path, trackers: Any, *, patience: float = 5, text: str = "") -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, log_with=trackers, project_dir=tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accel_observe.tracking.run_log import BEGUN, CONFIGURED, ENDED, JOURNAL, KIND, LOGGED, RESUMED, STEP, TIME, VALUES
+from accel_observe.tracking.values import from_json
 from accel_state.errors import ConfigError
 
 READING, DESCRIBED = "reading", "described"
@@ -176,7 +177,7 @@ def _without_repetitions(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _add_values(history: History, line: dict[str, Any]) -> None:
-    for name, value in line[VALUES].items():
+    for name, value in from_json(line[VALUES]).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             curve = history.curves.setdefault(name, [])
             step = line.get(STEP)

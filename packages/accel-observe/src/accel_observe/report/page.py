@@ -1,5 +1,6 @@
 """The report page: one self-contained HTML file."""
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -60,7 +61,7 @@ def _head(history: History) -> str:
         (history.curves[name] for name in ("loss", "train/loss", "train_loss") if name in history.curves), None
     )
     if curve:
-        best = min(curve, key=lambda point: point[1])
+        best = min(curve, key=lambda point: (math.isnan(point[1]), point[1]))
         cards.append(("loss", f"{curve[-1][1]:.4g}", f"lowest {best[1]:.4g} at step {best[0]:,}"))
         cards.append(("last step", f"{curve[-1][0]:,}", _lost_text(history)))
     if history.readings:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
-from accel_observe.tracking.values import as_json, plain
+from accel_observe.tracking.values import as_json, from_json, plain
 
 
 class SpooledCall(NamedTuple):
@@ -26,7 +26,8 @@ class SpooledCall(NamedTuple):
     @classmethod
     def from_json(cls, value: list[Any]) -> "SpooledCall":
         """Inverse of ``to_json``."""
-        return cls(*value)
+        method, values, *rest = value
+        return cls(method, from_json(values) if method == "log" else values, *rest)
 
 
 @final

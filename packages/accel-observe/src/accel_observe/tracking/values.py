@@ -13,6 +13,7 @@ from accel_state.device.pinned import HostCopy
 from accel_state.errors import ConfigError
 
 _PLAIN = (float, int, str, bool, type(None))
+_NOT_FINITE = frozenset(map(str, (math.nan, math.inf, -math.inf)))
 
 
 def named_values(values: Any) -> Mapping[str, Any]:
@@ -74,6 +75,13 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # tensors, arrays and NumPy scalars
         return value.item() if math.prod(getattr(value, "shape", ())) == 1 else value.tolist()
     return value
+
+
+def from_json(value: Any) -> Any:
+    """Converts values of ``as_json``, in which numbers that JSON lacks are texts, to such numbers: ``"nan"`` to nan."""
+    if isinstance(value, Mapping):
+        return {key: from_json(item) for key, item in value.items()}
+    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
 
 
 def as_json(value: Any) -> Any:
