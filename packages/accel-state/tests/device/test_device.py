@@ -110,9 +110,13 @@ def test_more_processes_than_devices_are_refused(launcher):
         _index_for(topology, DEVICE_KINDS["cuda"], count=2, env={})
 
 
-def test_a_scheduler_that_shows_each_task_its_own_device_is_understood():
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_a_scheduler_that_shows_each_task_its_own_device_is_understood(name, monkeypatch):
     topology = Topology.on_one_node(3, 4, launcher="slurm")
-    assert _index_for(topology, DEVICE_KINDS["cuda"], count=1, env={"CUDA_VISIBLE_DEVICES": "3"}) == 0
+    assert _index_for(topology, DEVICE_KINDS["cuda"], count=1, env={name: "3"}) == 0
+    monkeypatch.setattr("accel_state.device.device.count_devices", lambda type_: 1)
+    assert Device.choose(topology, asked="cuda", env={name: "3"}) == Device("cuda", 0)
+    assert Device.choose(topology, asked="cuda", env={}) == Device("cuda", 3)
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is not None or torch.accelerator.is_available(), reason="needs a bare CPU")

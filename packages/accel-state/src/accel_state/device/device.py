@@ -61,7 +61,8 @@ class Device:
         if asked:
             device = cls.parse(asked)
             if device.index is None and device.kind.functions.indexed:
-                return cls(device.type, topology.local_rank)
+                bound = _is_bound(topology, device.kind, count=count_devices(device.type), env=env)
+                return cls(device.type, 0 if bound else topology.local_rank)
             return device
         if cpu or parse_flag(env, "ACCELERATE_USE_CPU") or parse_flag(env, "ACCEL_USE_CPU"):
             return cls("cpu")
@@ -221,15 +222,15 @@ def count_devices(type_: str) -> int:
 def _index_for(topology: Topology, kind: DeviceKind, *, count: int, env: Mapping[str, str]) -> int:
     if topology.local_rank < count and topology.local_world_size <= count:
         return topology.local_rank
-    # A scheduler may bind each task to its own device: every process then sees one device, as number 0.
-    if (
-        count == 1
-        and topology.launcher not in {"torchrun", "accel launch", "single"}
-        and kind.visible
-        and env.get(kind.visible)
-    ):
+    if _is_bound(topology, kind, count=count, env=env):
         return 0
     raise TopologyError(
         f"{topology.local_world_size} processes on this node but {count} {kind.type} device(s); start at most {count} "
         f"per node, or use the CPU (cpu=True or ACCELERATE_USE_CPU=true)"
     )
+
+
+def _is_bound(topology: Topology, kind: DeviceKind, *, count: int, env: Mapping[str, str]) -> bool:
+    """Whether a scheduler has bound each task to a device of its own, which the task sees as number 0."""
+    by_scheduler = topology.launcher not in {"torchrun", "accel launch", "single"}
+    return count == 1 and by_scheduler and any(env.get(name) for name in kind.visible)

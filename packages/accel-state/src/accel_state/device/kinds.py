@@ -18,6 +18,7 @@ from accel_state.device.functions import (
 )
 
 _TORCH, _VENDOR = DeviceFunctions(), VendorFunctions()
+_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # the last is Slurm's for AMD's GPUs
 
 
 @final
@@ -28,7 +29,7 @@ class DeviceKind:
     Attributes:
         collective: torch.distributed backend for tensors on the device.
         plugin: module that registers the type with torch; None if torch has it built in.
-        visible: environment variable that hides devices from a process.
+        visible: environment variables that hide devices from a process.
         family: name of several such devices in Accelerate's ``DistributedType``.
         unsupported: dtypes in which no device of the type computes.
         collective_plugin: module that registers the collective backend.
@@ -41,7 +42,7 @@ class DeviceKind:
     type: str
     collective: str
     plugin: str | None = None
-    visible: str | None = None
+    visible: tuple[str, ...] = ()
     family: str = "NO"
     unsupported: frozenset[torch.dtype] = frozenset()
     collective_plugin: str | None = None
@@ -54,34 +55,34 @@ class DeviceKind:
 DEVICE_KINDS: Mapping[str, DeviceKind] = {
     kind.type: kind
     for kind in (
-        DeviceKind("mps", "gloo", None, None, "NO", FP8 | {torch.float64, torch.complex128}, functions=MPSFunctions()),
-        DeviceKind("mlu", "cncl", "torch_mlu", "MLU_VISIBLE_DEVICES", "MULTI_MLU", FP8, functions=_VENDOR),
-        DeviceKind("sdaa", "tccl", "torch_sdaa", "SDAA_VISIBLE_DEVICES", "MULTI_SDAA", FP8),
-        DeviceKind("musa", "mccl", "torch_musa", "MUSA_VISIBLE_DEVICES", "MULTI_MUSA", FP8, functions=_VENDOR),
-        DeviceKind("npu", "hccl", "torch_npu", "ASCEND_RT_VISIBLE_DEVICES", "MULTI_NPU", FP8, functions=_VENDOR),
+        DeviceKind("mps", "gloo", None, (), "NO", FP8 | {torch.float64, torch.complex128}, functions=MPSFunctions()),
+        DeviceKind("mlu", "cncl", "torch_mlu", ("MLU_VISIBLE_DEVICES",), "MULTI_MLU", FP8, functions=_VENDOR),
+        DeviceKind("sdaa", "tccl", "torch_sdaa", ("SDAA_VISIBLE_DEVICES",), "MULTI_SDAA", FP8),
+        DeviceKind("musa", "mccl", "torch_musa", ("MUSA_VISIBLE_DEVICES",), "MULTI_MUSA", FP8, functions=_VENDOR),
+        DeviceKind("npu", "hccl", "torch_npu", ("ASCEND_RT_VISIBLE_DEVICES",), "MULTI_NPU", FP8, functions=_VENDOR),
         DeviceKind(
             "hpu",
             "hccl",
             "habana_frameworks.torch",
-            "HABANA_VISIBLE_MODULES",
+            ("HABANA_VISIBLE_MODULES",),
             "MULTI_HPU",
             FP8,
             "habana_frameworks.torch.distributed.hccl",
             functions=HPUFunctions(),
         ),
-        DeviceKind("cuda", "nccl", None, "CUDA_VISIBLE_DEVICES", "MULTI_GPU", bound=True, functions=CUDAFunctions()),
-        DeviceKind("xpu", "xccl", None, "ZE_AFFINITY_MASK", "MULTI_XPU", FP8, bound=True, functions=_VENDOR),
-        DeviceKind("neuron", "neuron", "torch_neuronx", "NEURON_RT_VISIBLE_CORES", "MULTI_NEURON", FP8),
+        DeviceKind("cuda", "nccl", None, _GPUS, "MULTI_GPU", bound=True, functions=CUDAFunctions()),
+        DeviceKind("xpu", "xccl", None, ("ZE_AFFINITY_MASK",), "MULTI_XPU", FP8, bound=True, functions=_VENDOR),
+        DeviceKind("neuron", "neuron", "torch_neuronx", ("NEURON_RT_VISIBLE_CORES",), "MULTI_NEURON", FP8),
         DeviceKind(
             "xla",
             "gloo",
             "torch_xla",
-            None,
+            (),
             "XLA",
             FP8 | {torch.complex128},
             together=True,
             functions=XLAFunctions(),
         ),
-        DeviceKind("cpu", "gloo", None, None, "MULTI_CPU", FP8, functions=CPUFunctions()),
+        DeviceKind("cpu", "gloo", None, (), "MULTI_CPU", FP8, functions=CPUFunctions()),
     )
 }
