@@ -192,6 +192,41 @@ def test_the_accelerator_is_seeded_saved_and_restored():
     assert len(state["device"]["states"]) == torch.accelerator.device_count()
 
 
+class FakeDevice:
+    """A device of a type of its own, with a generator whose state is one number."""
+
+    type = "abacus"
+
+    def __init__(self, number):
+        self.state = torch.tensor([number])
+
+    def rng_state(self):
+        return self.state
+
+    def set_rng_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("count", "now", "expected"),
+    [
+        pytest.param(3, 1, [0, 1, 2], id="same device"),
+        pytest.param(3, 0, [1, 0, 2], id="another device"),
+        pytest.param(2, 0, [1, 9], id="fewer devices"),
+    ],
+)
+def test_the_stream_of_a_process_goes_with_it_to_another_device(count, now, expected, monkeypatch):
+    monkeypatch.setattr("accel_state.rng._devices", lambda: [FakeDevice(number) for number in range(3)])
+    monkeypatch.setattr("accel_state.rng._current", lambda devices: 1)
+    state = rng_state()
+    here = [FakeDevice(9) for _ in range(count)]
+    monkeypatch.setattr("accel_state.rng._devices", lambda: here)
+    monkeypatch.setattr("accel_state.rng._current", lambda devices: now)
+    set_rng_state(state)
+    assert [int(device.state) for device in here] == expected
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize(
     ("seed", "keys", "expected"),
     [

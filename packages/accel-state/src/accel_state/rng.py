@@ -95,8 +95,9 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
     """Restores a result of ``rng_state`` completely, or raises before any generator is changed.
 
-    If the number of visible devices has changed, the current device gets the state of the device that was current then.
-    Without ``strict``, generators without a saved state and states without a generator are skipped.
+    The current device gets the state of the device that was current then, whose index gets that of the current one;
+    other devices get theirs by index, and none if the number of visible devices has changed. Without ``strict``,
+    generators without a saved state and states without a generator are skipped.
 
     Returns the names of the skipped parts; empty with ``strict``.
 
@@ -190,12 +191,13 @@ def _current(devices: "list[Device]") -> int:
 
 
 def _set_device_states(part: Mapping[str, Any], devices: "list[Device]") -> None:
-    states = part["states"]
-    if len(states) == len(devices):
-        for device, state in zip(devices, states, strict=True):
-            device.set_rng_state(state)
-    else:
-        devices[_current(devices)].set_rng_state(states[part["current"]])
+    states, now, then = list(part["states"]), _current(devices), part["current"]
+    if len(states) != len(devices):
+        devices[now].set_rng_state(states[then])
+        return
+    states[now], states[then] = states[then], states[now]
+    for device, state in zip(devices, states, strict=True):
+        device.set_rng_state(state)
 
 
 def synchronize_rng_state(
