@@ -87,8 +87,9 @@ def _check_module(name: str) -> None:
     top, _, rest = name.partition(".")
     if rest == "py":
         raise LaunchError(f"-m takes the name of a module, {name!r} is a file; drop -m, or name the module {top}")
-    # Only the top-level package is looked up: finding a submodule would import its parents here.
-    if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None and top not in sys.builtin_module_names:
+    # Only the top-level package is looked up: finding a submodule would import its parents here. A package that is
+    # installed for development may have a finder of its own.
+    if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None and find_spec(top) is None:
         raise LaunchError(f"there is no module {top!r} for -m {name}; looked in {Path.cwd()} and the environment")
 
 
