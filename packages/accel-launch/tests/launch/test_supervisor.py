@@ -1,8 +1,10 @@
 """Supervision of processes in this process: without torch, and without a launcher of its own."""
 
 import errno
+import io
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from accel_launch.launch.launch_plan import ProcessPlan
 from accel_launch.launch.supervisor.child_processes import Workers
 from accel_launch.launch.supervisor.interrupts import Interrupts
 from accel_launch.launch.supervisor.orphan_reaper import Guard
+from accel_launch.launch.supervisor.output import Output
 
 
 @pytest.fixture
@@ -55,3 +58,23 @@ def test_statuses_are_known_where_the_launchers_parent_ignored_the_end_of_childr
     with Interrupts() as interrupts, Guard() as guard:
         workers = Workers(folder=tmp_path, output=None, interrupts=interrupts, guard=guard)
         assert statuses(workers, "exit 0", "exit 3") == [3]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_costs_lines_of_the_log_and_not_the_process(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "rank_0.log").symlink_to("/dev/full")
+    output, shown = Output(prefix=True, folder=tmp_path), io.BytesIO()
+    reader, writer = os.pipe()
+    output.keep_log(0)
+    output.follow(0, os.fdopen(reader, "rb"), shown)
+    for line in (b"one\n", b"two\n"):
+        os.write(writer, line)
+        while line not in shown.getvalue():
+            assert output._threads[0].is_alive()
+            time.sleep(0.001)
+    os.close(writer)
+    output.note(0, "Traceback")
+    output.close()
+    assert capfdbinary.readouterr().err.count(b"the log of rank 0 is incomplete: No space left on device") == 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ class Output:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._logs: dict[int, BinaryIO] = {}
+        self._incomplete: set[int] = set()
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,8 @@ class Output:
     def keep_log(self, rank: int) -> None:
         """Opens the file of ``rank``, if files are requested."""
         if self._folder is not None and rank not in self._logs:
-            self._logs[rank] = (self._folder / f"rank_{rank}.log").open("wb")
+            # Without a buffer, whose rest would be written, or refused, when the file is closed.
+            self._logs[rank] = (self._folder / f"rank_{rank}.log").open("wb", buffering=0)
 
     def follow(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
         """Copies ``source`` until its end, in its own thread."""
@@ -93,9 +96,16 @@ class Output:
 
     def _log(self, rank: int, data: bytes) -> None:
         with self._lock:
-            if data and rank in self._logs:
+            if not data or rank not in self._logs:
+                return
+            try:
                 self._logs[rank].write(data)
-                self._logs[rank].flush()
+                return
+            except OSError as error:  # a full disk must not stop the processes either
+                told, reason = rank in self._incomplete, error.strerror
+                self._incomplete.add(rank)
+        if not told:
+            self._write(sys.stderr.buffer, f"accel launch: the log of rank {rank} is incomplete: {reason}\n".encode())
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
         # A closed reader of our output must not stop the processes, which would block on a full pipe.
