@@ -55,6 +55,12 @@ def test_the_configuration_travels_as_one_document_with_origins() -> None:
     assert str(child.origin("mixed_precision")) == "flag --mixed_precision"
 
 
+def test_the_attempt_of_an_outer_launcher_is_not_that_of_an_inner_process() -> None:
+    outer = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7", "ACCEL_LAUNCHER_PID": "7"}
+    (process,) = planned({"num_processes": 1}, **outer).processes
+    assert process.environment({**outer, "HOME": "/root"}).keys() - process.env.keys() == {"HOME"}
+
+
 def test_the_log_level_reaches_loggers_made_before_any_accelerator() -> None:
     assert planned({"log_level": "debug"}).processes[0].env["ACCEL_LOG_LEVEL"] == "debug"
 

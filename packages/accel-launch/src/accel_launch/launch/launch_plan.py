@@ -8,7 +8,7 @@ from typing import final
 from accel_launch.config.model import DOCUMENT_VARIABLE, AccelConfig
 from accel_launch.config.resolve import without_launcher
 from accel_launch.launch.checks import check_settings, machine_range
-from accel_launch.launch.child_main import COMPAT
+from accel_launch.launch.child_main import COMPAT, ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
 from accel_launch.launch.host import HostFacts
 from accel_launch.launch.supervisor.ports import DEFAULT_PORT
 from accel_state.errors import LaunchError
@@ -21,6 +21,12 @@ _VISIBLE_DEVICES = {
     "musa": "MUSA_VISIBLE_DEVICES",
     "hpu": "HABANA_VISIBLE_MODULES",
 }
+# Variables about the processes of one attempt, also those of torchrun. A process of an outer launcher has them.
+_OF_ATTEMPTS = (
+    *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE")),
+    ERROR_FILE_VARIABLE,
+    LAUNCHER_VARIABLE,
+)
 _LOOPBACK = "127.0.0.1"
 _WORKER = "accel_launch.launch.child_main"
 
@@ -111,7 +117,8 @@ def plan(config: AccelConfig, program: Sequence[str], host: HostFacts, *, env: M
     direct = total == 1 and not supervised
     argv = _direct_argv(config, program, host) if direct else _worker_argv(config, program, host)
     shared = _shared_env(config, host, local=local, env=env)
-    unset = tuple(sorted(set(env) - set(without_launcher(env)) - {DOCUMENT_VARIABLE}))
+    outer = {*(set(env) - set(without_launcher(env))), *(name for name in _OF_ATTEMPTS if name in env)}
+    unset = tuple(sorted(outer - {DOCUMENT_VARIABLE}))
     processes = []
     for local_rank in range(local):
         rank = config.machine_rank * local + local_rank
