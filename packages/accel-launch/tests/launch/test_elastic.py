@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_launch.launch.multi_node.elastic import options_of
+from accel_launch.launch.multi_node.elastic import _is_mine, options_of
 from accel_state.errors import LaunchError
 from accel_testing.ranks.launchers import free_port
 
@@ -130,6 +130,25 @@ def _listens(port: int) -> bool:
 def test_a_wrong_option_of_the_meeting_is_named(text: str, words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         options_of(text)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_machine_of_an_address_holds_the_store_while_the_port_is_free(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as other:
+        try:
+            other.bind((address, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {address}")
+        port = other.getsockname()[1]
+        other.listen(1)
+        assert not _is_mine(address, port)
+    assert _is_mine(address, port)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1"])
+def test_another_machine_does_not_hold_it(address: str) -> None:
+    assert not _is_mine(address, free_port())
 
 
 # Trains on a fixed global batch and saves after every step; what every step has seen and cost is told by rank 0.

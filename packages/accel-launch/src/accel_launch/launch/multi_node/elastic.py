@@ -136,11 +136,13 @@ def options_of(text: str | None) -> dict[str, float]:
 
 def _is_mine(address: str, port: int) -> bool:
     """Whether this launcher can hold the store: the address is this machine's, and the port is free."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
+    try:
+        # The smallest is of IPv4, if there is one: a name may also have an IPv6 address that its machine does not use.
+        family, *_, place = min(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM))
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
             probe.listen(1)
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
