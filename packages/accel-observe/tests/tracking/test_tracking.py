@@ -284,6 +284,18 @@ def test_values_are_reduced_by_name_at_any_depth_and_texts_stay(rank: int, tmp_p
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_rank_with_nan_is_not_left_out_of_a_reduction(rank: int, whose: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("p", reductions={"largest": "max", "least": "min", "loss": "mean", "fine": "max"})
+    value = math.nan if rank == whose else 1.0
+    accelerator.log({"largest": value, "least": value, "loss": value, "fine": float(rank)}, step=0)
+    accelerator.end_training()
+    if rank == 0:
+        assert rows_of(tmp_path) == [{"step": "0", "largest": "nan", "least": "nan", "loss": "nan", "fine": "1.0"}]
+
+
+@pytest.mark.ranks(2)
 def test_what_is_logged_is_true_of_all_ranks(rank: int, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     accelerator.init_trackers("p", reductions={"loss": "mean", "tokens": "sum", "slow*": "max", "fast*": "min"})

@@ -69,17 +69,32 @@ def _reduced(values: Mapping[str, Any], reductions: Reductions, session: Session
     device = session.device.own_numbers
     wide = torch.float32 if device.type == "mps" else torch.float64
     result = dict(values)
-    for family, operation in ((("mean", "sum"), "sum"), (("max", "min"), "max")):
+    for family, over_ranks in ((("mean", "sum"), _sums), (("max", "min"), _maxima)):
         names = [name for name in chosen if kinds[name] in family]
         if not names:
             continue
         sign = {name: -1.0 if kinds[name] == "min" else 1.0 for name in names}
         own = torch.stack([_scalar(values[name], wide, device) * sign[name] for name in names])
-        total = _over_ranks(names, own, operation, session)
+        total = over_ranks(names, own, session)
         for position, name in enumerate(names):
             one = total[position] * sign[name]
             result[name] = one / session.world_size if kinds[name] == "mean" else one
     return result
+
+
+def _sums(names: list[str], own: Any, session: Session) -> Any:
+    """Returns the sums over ranks."""
+    return _over_ranks(names, own, "sum", session)
+
+
+def _maxima(names: list[str], own: Any, session: Session) -> Any:
+    """Returns the maxima over ranks, nan where a rank has nan; of nan and a number, gloo and NCCL return the number."""
+    import torch
+
+    is_nan = own.isnan()
+    both = _over_ranks(names, torch.cat([own.masked_fill(is_nan, -torch.inf), is_nan.to(own.dtype)]), "max", session)
+    found, any_nan = both.chunk(2)
+    return found.masked_fill(any_nan > 0, torch.nan)
 
 
 @recorded("log", lambda names, *_: ", ".join(names))
