@@ -1,5 +1,6 @@
 """A run that is resumed inside an accumulation window takes the steps of an uninterrupted run."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,25 @@ def test_a_window_moves_between_numbers_of_ranks(rank_pool: RankPool, tmp_path: 
     found = rank_pool.run(trained, 96, tmp_path / "three", tmp_path / "one", weighted=True, ranks=3)
     for weights in found:
         torch.testing.assert_close(weights, uninterrupted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_run_without_accumulate_is_warned_that_the_open_window_does_not_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, accumulates: bool
+) -> None:
+    for resumed in (False, True):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        model = accelerator.prepare(nn.Linear(1, 1))
+        if resumed:
+            accelerator.load_state(tmp_path / "open")
+        for _ in range(2):
+            with nullcontext() if resumed and not accumulates else accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+        if not resumed:
+            accelerator.save_state(tmp_path / "open")
+        accelerator.end_training()
+    found = [one for one in caplog.messages if "outside of accumulate(model)" in one]
+    assert len(found) == (0 if accumulates else 1)
 
 
 def test_a_window_that_other_ranks_divide_otherwise_stays_open() -> None:

@@ -109,6 +109,7 @@ class StepClock:
             ``set_to_none``. Without a backward or a step until the micro-batch ends, they drop the window.
         era: an object for the time since the last load or reset. An optimizer that has stepped in an earlier one has no
             gradients of that step left to clear.
+        resumed: a window is open in the loaded checkpoint, and no micro-batch has been entered since.
         uncleared: optimizers that had stepped and not cleared their gradients when the loaded checkpoint was saved.
             The next ``zero_grad`` of each clears, unless its ``step`` is called before.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
@@ -127,6 +128,7 @@ class StepClock:
         "num_models",
         "plugin",
         "postponed",
+        "resumed",
         "share",
         "unclaimed",
         "uncleared",
@@ -145,6 +147,7 @@ class StepClock:
         self.complete: Callable[[], Callable[[], None] | None] | None = None
         self.postponed: dict[Clearing, bool] = {}
         self.era = object()
+        self.resumed = False
         self.uncleared: set[Clearing] = set()
         self._windows: dict[Key, AccumulationWindow] = {}
         self.key: Key = ()
@@ -240,6 +243,7 @@ class StepClock:
             window = self._windows[key] = self._continued(key) or AccumulationWindow()
             self.claimed.update(key)
         window.rounds = 0
+        self.resumed = False
         self.window = window
         self.key = key
         loader = self.active_loader if self._loaders else None
@@ -334,6 +338,7 @@ class StepClock:
         self.unstepped = False
         self.postponed.clear()
         self.era = object()
+        self.resumed = False
         self.uncleared = set()
         self.share = 1.0 / self.plugin.num_steps
         self.correction = 1.0
@@ -370,7 +375,8 @@ class StepClock:
             window.denominator, window.reference = divisors.get(text, (None, None))
             window.unreduced = window.open
         self.window = self._windows[()]
-        self.due = not self.open
+        self.resumed = self.open
+        self.due = not self.resumed
 
     def weights(self) -> dict[str, float]:
         """Returns the sum of this rank's weights in each open window that has some, by group of models."""
@@ -385,7 +391,7 @@ class StepClock:
 
     def undo(self) -> Callable[[], None]:
         """Returns a function that undoes every load from now on, for a load that another object refuses."""
-        names = ("due", "share", "correction", "key", "window", "unstepped", "era", "uncleared")
+        names = ("due", "share", "correction", "key", "window", "unstepped", "era", "resumed", "uncleared")
         before = {name: getattr(self, name) for name in names}
         windows, claimed = dict(self._windows), set(self.claimed)
 

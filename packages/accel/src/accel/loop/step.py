@@ -1,5 +1,6 @@
 """Training step: micro-batches, backward, and the gradients until the optimizer's step."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
@@ -21,10 +22,15 @@ if TYPE_CHECKING:
     from accel.resilience.guard import PreemptionGuard
     from accel.setup.run_strategy import RunStrategy
 
+_LOG = logging.getLogger(__name__)
 _SEVERAL_DROPPED = (
     "zero_grad() of {optimizer} has dropped gradients of this accumulation window of {count} micro-batches, and its "
     "last micro-batch goes backward again, so that a step would be that of this backward alone; nearest: zero_grad() "
     "after optimizer.step(), or accumulate(model) around each loss of optimizers that step in turn"
+)
+_NOT_ACCUMULATED = (
+    "the checkpoint was saved inside an accumulation window, and this backward is outside of accumulate(model): no "
+    "optimizer steps before a micro-batch ends that window; nearest: accelerator.accumulate(model) around each of them"
 )
 
 
@@ -95,8 +101,8 @@ class TrainingStep:
                 clock.postponed.clear()
             clock.unstepped = clock.due or clock.unstepped
             window = clock.window
-            if window.dropped is not None:
-                raise BackendError(_SEVERAL_DROPPED.format(optimizer=window.dropped, count=window.position))
+            if clock.resumed or window.dropped is not None:
+                self._check_window(window)
             window.several = window.several or (clock.due and window.unreduced)
             window.unreduced = not clock.due
             if backend.loss_scale is not None:
@@ -222,6 +228,13 @@ class TrainingStep:
         if not clock.key:
             return models
         return [models[position] for position in (*clock.key, *sorted(clock.window.reached))]
+
+    def _check_window(self, window: "AccumulationWindow") -> None:
+        """Refuses a backward after gradients of its window were dropped; warns of one outside of an open window."""
+        if window.dropped is not None:
+            raise BackendError(_SEVERAL_DROPPED.format(optimizer=window.dropped, count=window.position))
+        self.clock.resumed = False
+        _LOG.warning(_NOT_ACCUMULATED)
 
     def _forget_dropped(self, window: "AccumulationWindow") -> None:
         """Calls ``accumulation.forget_dropped`` for the models of the current window."""
