@@ -167,6 +167,32 @@ def unit_parameters(module: nn.Module) -> Iterable[Any]:
     return [entry for group in unit_groups(module) for entry in group.fsdp_params]
 
 
+def is_within_backward(root: nn.Module) -> bool:
+    """Whether a backward of an FSDP2 root has begun and has not ended, by ``post_backward_final_callback_queued``.
+
+    False in a torch without it, whose next forward then continues a backward that failed.
+    """
+    get = getattr(root, "_get_fsdp_state", None)
+    context = None if get is None else getattr(get(), "_state_ctx", None)
+    return bool(getattr(context, "post_backward_final_callback_queued", False))
+
+
+def end_flat_backward(root: Any) -> None:
+    """Resets an FSDP1 root and its units after a backward that failed, by ``_post_backward_final_callback``.
+
+    torch expects a gradient of each flat parameter marked ``_post_backward_called``, which may lack.
+    A torch without the callback takes the next forward for a recomputation of that backward.
+    """
+    try:
+        from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
+    except ImportError:
+        return
+    for unit in type(root).fsdp_modules(root):
+        if unit._handle is not None:
+            unit._handle.flat_param._post_backward_called = False
+    _post_backward_final_callback(root, root)
+
+
 def joined_units(units: Sequence[Any], axes: Collection[str]) -> None:
     """Makes FSDP2 units one tree with a root that is never called, by ``_lazy_init``, as its first call would.
 

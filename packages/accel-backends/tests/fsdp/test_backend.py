@@ -111,6 +111,36 @@ def test_every_sharding_trains_as_one_process(rank: int, options: dict[str, Any]
     backend.close()
 
 
+class Exhausted(Exception):
+    """Memory that runs out in a backward."""
+
+
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="no reset_iter_state")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": "NO_WRAP"}], ids=["units", "one unit"])
+def test_after_a_backward_that_failed_training_goes_on_as_in_one_process(rank: int, options: dict[str, Any]) -> None:
+    backend = open_backend(**options)
+    model = make_model("transformer", dtype=torch.float64)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    backend.prepare(Bundle([model], [optimizer]))
+
+    def exhaust(gradient: torch.Tensor) -> None:
+        raise Exhausted
+
+    def fail(module: nn.Module, given: Any, output: torch.Tensor) -> None:
+        output.register_hook(exhaust)
+
+    failing = model.blocks[0].register_forward_hook(fail)
+    with backend.no_sync(model), pytest.raises(Exhausted):
+        backend.backward(loss_of(model, tokens(7)))
+    with pytest.raises(Exhausted):
+        backend.backward(loss_of(model, tokens(8)))
+    failing.remove()
+    optimizer.zero_grad()
+    train(backend, model, optimizer, micro=2)
+    assert_trained(backend, model, reference())
+
+
 @pytest.mark.ranks(2)
 def test_a_model_that_was_first_called_in_inference_mode_trains_as_one_process(rank: int) -> None:
     backend = open_backend()

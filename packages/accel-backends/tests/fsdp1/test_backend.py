@@ -72,6 +72,39 @@ def test_it_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
     assert set(backend.states.optimizer(optimizer, [model])["state"]) == set(state)
 
 
+class Exhausted(Exception):
+    """Memory that runs out in a backward."""
+
+
+@pytest.mark.ranks(2)
+def test_after_a_backward_that_failed_training_goes_on_as_if_there_had_been_none(rank: int) -> None:
+    def exhaust(gradient: torch.Tensor) -> None:
+        raise Exhausted
+
+    def fail(module: nn.Module, given: Any, output: torch.Tensor) -> None:
+        output.register_hook(exhaust)
+
+    states = []
+    for fails in (False, True):
+        backend = open_backend()
+        model = make_model("transformer", dtype=torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model = backend.prepare(Bundle([model], [optimizer])).models[0]
+        if fails:
+            failing = model.module.blocks[0].register_forward_hook(fail)
+            with backend.no_sync(model), pytest.raises(Exhausted):
+                backend.backward(loss_of(model, tokens(7)))
+            with pytest.raises(Exhausted):
+                backend.backward(loss_of(model, tokens(8)))
+            failing.remove()
+        for step in range(3):
+            optimizer.zero_grad()
+            backend.backward(loss_of(model, tokens(step)))
+            backend.step(optimizer)
+        states.append(backend.states.full_model(model, main_only=False))
+    assert all(torch.equal(one, other) for one, other in zip(*(state.values() for state in states), strict=True))
+
+
 @pytest.mark.ranks(2)
 def test_a_model_that_was_first_called_in_inference_mode_trains(rank: int) -> None:
     backend = open_backend()

@@ -29,6 +29,7 @@ from accel_backends.fsdp.shard import (
     check_torch,
     find_unused,
     gather_outside_inference_mode,
+    leave_backward,
     reshard,
     reshard_after_evaluation,
     shard_dtypes,
@@ -241,7 +242,7 @@ class FSDPBackend(ModuleBackend):
     # A step
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
-        """As on one device.
+        """As on one device. A backward that fails drops the unreduced gradients of its accumulation window.
 
         Raises:
             BackendError: backward needs parameters that have been resharded; see ``outside_forward.explained``.
@@ -260,6 +261,10 @@ class FSDPBackend(ModuleBackend):
         try:
             with explained(2):
                 super().backward(loss, scale=scale, **kwargs)
+        except BaseException as error:
+            for root in self._sharded:
+                leave_backward(root, error)
+            raise
         finally:
             for one in replicated:
                 one.deferred = False

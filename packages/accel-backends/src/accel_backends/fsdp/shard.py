@@ -12,17 +12,18 @@ from torch import nn
 from accel_backends.core.option_parsing import BackwardPrefetch
 from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.replicated_parameters import ReplicatedParameters
+from accel_backends.fsdp.unreduced_gradients import drop_unreduced
 from accel_backends.fsdp.unused_parameters import Usage
 from accel_backends.fsdp.wrap_units import Units, find_units
 from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.ops.meta_init import Made, make_empty, materialise
 from accel_backends.parallel.expert_parallel import shard_placement
-from accel_backends.private import full_parameter, unit_parameters
+from accel_backends.private import full_parameter, is_within_backward, unit_parameters
 from accel_precision.facts import HALVES
 from accel_precision.fp8 import Follower
 from accel_precision.policy import PrecisionPolicy
 from accel_state.collectives.tensors import broadcast
-from accel_state.errors import ConfigError
+from accel_state.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -142,6 +143,26 @@ def reshard_after_evaluation(root: nn.Module, *_: Any, sharded: Sharded) -> None
     """
     if not torch.is_grad_enabled():
         reshard(root, sharded)
+
+
+def leave_backward(root: nn.Module, error: BaseException) -> None:
+    """Ends a backward that failed, and drops the unreduced gradients of its accumulation window.
+
+    Otherwise torch takes the next backward for a part of it: the root's gradients are never reduced again, and what
+    some units have got is added to the next step, whose ``zero_grad`` does not know it.
+
+    Raises:
+        BackendError: torch before 2.13 cannot end it; its cause is the error of the backward.
+    """
+    if not is_within_backward(root):
+        return
+    if not hasattr(root, "reset_iter_state"):
+        raise BackendError(
+            f"a backward failed, and fsdp_version=2 of torch {torch.__version__} cannot go on after it: start again, "
+            "or use torch 2.13 or newer"
+        ) from error
+    drop_unreduced(root)
+    cast(Any, root).reset_iter_state()
 
 
 def gather_outside_inference_mode(root: nn.Module, *_: Any, sharded: Sharded) -> None:

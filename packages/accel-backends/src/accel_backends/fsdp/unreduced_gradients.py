@@ -56,16 +56,15 @@ def set_unreduced_gradients(model: nn.Module, gradients: Mapping[str, torch.Tens
 
 def drop_gradients(model: nn.Module) -> None:
     """Drops all gradients, those that torch has not reduced yet included."""
-    for entry, _ in _unreduced(model):
-        _drop(entry)
+    drop_unreduced(model)
     for parameter in model.parameters():
         parameter.grad = None
 
 
-def drop_unreduced(model: nn.Module, parameters: Container[int]) -> None:
-    """Drops the unreduced full gradients of sharded parameters with these ids."""
+def drop_unreduced(model: nn.Module, parameters: Container[int] | None = None) -> None:
+    """Drops the unreduced full gradients of sharded parameters; ``parameters``: ids of those; None: of all."""
     for entry, _ in _unreduced(model):
-        if id(entry.sharded_param) in parameters:
+        if parameters is None or id(entry.sharded_param) in parameters:
             _drop(entry)
 
 

@@ -35,6 +35,7 @@ from accel_backends.fsdp.validate import (
 from accel_backends.fsdp.wrap_units import Units, parameters_to_split
 from accel_backends.fsdp1.gradients import FlatGradients
 from accel_backends.fsdp1.states import MESHLESS, FlatStates, updated
+from accel_backends.fsdp1.unreduced_gradients import leave_backward
 from accel_backends.fsdp1.wrap import check_ignored, check_trained, outside_units, wrapper_arguments
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
@@ -231,7 +232,7 @@ class FSDP1Backend(ModuleBackend):
     # A step
 
     def backward(self, loss: torch.Tensor, *, scale: float = 1.0, **kwargs: Any) -> None:
-        """As on one device.
+        """As on one device. A backward that fails drops the gradients of its accumulation window.
 
         Raises:
             BackendError: backward needs parameters that have been resharded; see ``outside_forward.explained``. Without
@@ -240,6 +241,10 @@ class FSDP1Backend(ModuleBackend):
         try:
             with explained(1):
                 super().backward(loss, scale=scale, **kwargs)
+        except BaseException:
+            for unit in self._wrapped:
+                leave_backward(unit)
+            raise
         finally:
             for guard in self._guards.values():
                 guard.finish()

@@ -7,6 +7,7 @@ import torch
 
 from accel_backends.ops.averaging import averaged, brought_by_any
 from accel_backends.ops.fqn import places
+from accel_backends.private import end_flat_backward
 from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
@@ -86,6 +87,16 @@ def drop_gradients(model: "FullyShardedDataParallel") -> None:
                 del flat._saved_grad_shard  # torch adds to the gradient if this attribute exists
             for parameter in getattr(flat, "_params", None) or ():
                 parameter.grad = None
+
+
+def leave_backward(unit: "FullyShardedDataParallel") -> None:
+    """Ends a backward that failed, of an outermost wrapper that it reached, and drops the model's gradients.
+
+    Otherwise torch takes the next forward for a recomputation, and adds what some units have got to later steps.
+    """
+    if getattr(unit, "_post_backward_callback_queued", False):  # of an outermost wrapper: a backward has begun
+        end_flat_backward(unit)
+        drop_gradients(unit)
 
 
 def _units(model: "FullyShardedDataParallel") -> Iterator[_Unit]:
