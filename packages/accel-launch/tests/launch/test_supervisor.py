@@ -4,17 +4,21 @@ import errno
 import io
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from accel_launch.launch.launch_plan import ProcessPlan
+from accel_launch.config import resolve_config
+from accel_launch.launch.host import HostFacts
+from accel_launch.launch.launch_plan import ProcessPlan, plan
 from accel_launch.launch.supervisor.child_processes import Workers
 from accel_launch.launch.supervisor.interrupts import Interrupts
 from accel_launch.launch.supervisor.orphan_reaper import Guard
 from accel_launch.launch.supervisor.output import Output
+from accel_launch.launch.supervisor.supervisor import run_local
 
 
 @pytest.fixture
@@ -78,3 +82,13 @@ def test_a_full_disk_costs_lines_of_the_log_and_not_the_process(
     output.note(0, "Traceback")
     output.close()
     assert capfdbinary.readouterr().err.count(b"the log of rank 0 is incomplete: No space left on device") == 1
+
+
+def test_a_run_is_started_again_after_its_temporary_folder_was_cleared_away() -> None:
+    command = (
+        'folder=$(dirname "$TORCHELASTIC_ERROR_FILE"); if [ "$TORCHELASTIC_RESTART_COUNT" = 1 ]; then exit 0; fi; '
+        'if [ "$RANK" = 1 ]; then sleep 60; fi; rm -rf "$(dirname "$folder")"; exit 3'
+    )
+    config = resolve_config({"num_processes": 2, "no_python": True, "max_restarts": 1, "cpu": True, "quiet": True}, {})
+    made = plan(config, ["/bin/sh", "-c", command], HostFacts(sys.executable, 2, None, 0), env={})
+    assert run_local(made) == 0

@@ -100,7 +100,7 @@ class MachineAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = self._meeting.round - 1
         folder = self._guard.folder / str(attempt)
-        folder.mkdir()
+        folder.mkdir(parents=True)
         env = attempt_env(self._plan, attempt, self._meeting.get_run_id())
         self._workers = Workers(
             folder=folder, output=output_of(self._plan, attempt), interrupts=self._interrupts, guard=self._guard

@@ -140,7 +140,10 @@ class Workers:
             self._wait_for_cause()
         self._stopping = True
         if not self._interrupts.received and not self.preempted:
-            (self._folder / FAILED_MARK).touch()  # so that the processes do not take the signal for a preemption
+            # Otherwise the processes take the signal for a preemption. Systems clear /tmp of what is some days old.
+            with contextlib.suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / FAILED_MARK).touch()
         self._ask(number)
         self.wait_all(grace)
         self._signal_groups(signal.SIGKILL, self.running)

@@ -127,5 +127,5 @@ def _attempt(plan: LaunchPlan, workers: Workers, interrupts: Interrupts, env: di
 
 
 def _fresh(folder: Path) -> Path:
-    os.mkdir(folder)
+    folder.mkdir(parents=True)  # the one above may have been cleared away in days of training
     return folder
