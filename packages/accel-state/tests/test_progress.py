@@ -18,9 +18,10 @@ def test_the_first_process_shows_the_bar(local_rank, only, shown, monkeypatch):
     assert bool(screen.getvalue()) is shown
 
 
-def test_disable_is_kept():
-    screen = io.StringIO()
-    assert list(tqdm([1], disable=True, file=screen)) == [1]
+@pytest.mark.parametrize("disable", [True, None])
+def test_disable_is_kept(disable):
+    screen = io.StringIO()  # no terminal
+    assert list(tqdm([1], disable=disable, file=screen)) == [1]
     assert not screen.getvalue()
 
 

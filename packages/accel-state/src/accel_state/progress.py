@@ -6,7 +6,7 @@ from typing import Any
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Returns ``tqdm.auto.tqdm``, shown on local rank 0 only; on all processes with ``main_process_only=False``.
 
-    An explicit ``disable=True`` is kept.
+    Where it is shown, ``disable`` counts as tqdm's own: True hides the bar, None hides it without a terminal.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -23,4 +23,4 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     from accel_state.session import current_topology
 
     hidden = main_process_only and not current_topology().is_local_main
-    return bar(*args, **{**kwargs, "disable": kwargs.get("disable", False) or hidden})
+    return bar(*args, **{**kwargs, "disable": hidden or kwargs.get("disable", False)})
