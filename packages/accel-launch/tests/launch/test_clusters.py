@@ -204,6 +204,13 @@ def test_an_sbatch_script_has_the_options_and_one_launcher_per_machine() -> None
     assert (syntax.returncode, syntax.stderr) == (0, "")
 
 
+def test_values_of_several_words_reach_sbatch_as_one() -> None:
+    given = "--comment='my run #3' --constraint 'a100|h100' --output=%x-%j.out"
+    lines = plan_slurm(resolve_config({"slurm_args": given}, {}), ["a.py"]).script.splitlines()
+    words = ["'--comment=my run #3'", "--constraint 'a100|h100'", "--output=%x-%j.out"]
+    assert [line for line in lines if line.startswith("#SBATCH")][-3:] == [f"#SBATCH {word}" for word in words]
+
+
 def test_a_range_of_machines_becomes_one_of_slurm() -> None:
     assert "#SBATCH --nodes=1-4" in plan_slurm(resolve_config({"nnodes": "1:4"}, {}), ["a.py"]).script
 

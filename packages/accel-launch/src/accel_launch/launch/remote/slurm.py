@@ -103,12 +103,17 @@ def _more(text: str | None) -> list[str]:
     options: list[str] = []
     for word in words:
         if word.startswith("-"):
-            options.append(word)
+            options.append(_quoted(word))
         elif options:
-            options[-1] += f" {word}"
+            options[-1] += f" {_quoted(word)}"
         else:
             raise LaunchError(f"slurm_args begin with {word!r}; expected options of sbatch, like --partition=gpu")
     return options
+
+
+def _quoted(word: str) -> str:
+    """Quotes a word for sbatch, which reads quotes as a shell does, but backslashes also within them."""
+    return shlex.quote(word).replace("\\", "\\\\")
 
 
 def _port(config: AccelConfig) -> str:
