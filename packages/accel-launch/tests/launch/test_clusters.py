@@ -211,6 +211,19 @@ def test_values_of_several_words_reach_sbatch_as_one() -> None:
     assert [line for line in lines if line.startswith("#SBATCH")][-3:] == [f"#SBATCH {word}" for word in words]
 
 
+@pytest.mark.parametrize("cores", ["8", None])
+def test_the_launchers_have_the_cores_that_sbatch_was_asked_for(cores: str | None, tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "cores ${SRUN_CPUS_PER_TASK-none}"\n')
+    (tmp_path / "scontrol").write_text("#!/bin/bash\n")
+    for tool in tmp_path.iterdir():
+        tool.chmod(0o755)
+    script = plan_slurm(resolve_config({}, {}), ["a.py"]).script
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env |= {} if cores is None else {"SLURM_CPUS_PER_TASK": cores}
+    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=env)
+    assert (done.stdout, done.stderr) == (f"cores {cores or 'none'}\n", "")
+
+
 def test_a_range_of_machines_becomes_one_of_slurm() -> None:
     assert "#SBATCH --nodes=1-4" in plan_slurm(resolve_config({"nnodes": "1:4"}, {}), ["a.py"]).script
 

@@ -64,6 +64,8 @@ def plan_slurm(config: AccelConfig, program: Sequence[str]) -> SlurmPlan:
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         """address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')""",
         _port(config),
+        "# From 22.05 until 23.11, srun gives a launcher one core unless it is told the number again.",
+        '[[ -z $SLURM_CPUS_PER_TASK ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
         f'srun --kill-on-bad-exit=0 bash -c {shlex.quote(body)} accel "${{address:-$first}}" "$port"',
         "status=$?",
         "",
