@@ -7,6 +7,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accel_backends import Bundle, FSDPBackend, FSDPConfig, Run, TorchDynamoPlugin
 from accel_backends.private import unit_groups
@@ -115,6 +116,13 @@ class Exhausted(Exception):
     """Memory that runs out in a backward."""
 
 
+def fail_in_backward(module: nn.Module, given: Any, output: torch.Tensor) -> None:
+    def exhaust(gradient: torch.Tensor) -> None:
+        raise Exhausted
+
+    output.register_hook(exhaust)
+
+
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="no reset_iter_state")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": "NO_WRAP"}], ids=["units", "one unit"])
@@ -124,13 +132,7 @@ def test_after_a_backward_that_failed_training_goes_on_as_in_one_process(rank: i
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     backend.prepare(Bundle([model], [optimizer]))
 
-    def exhaust(gradient: torch.Tensor) -> None:
-        raise Exhausted
-
-    def fail(module: nn.Module, given: Any, output: torch.Tensor) -> None:
-        output.register_hook(exhaust)
-
-    failing = model.blocks[0].register_forward_hook(fail)
+    failing = model.blocks[0].register_forward_hook(fail_in_backward)
     with backend.no_sync(model), pytest.raises(Exhausted):
         backend.backward(loss_of(model, tokens(7)))
     with pytest.raises(Exhausted):
@@ -139,6 +141,21 @@ def test_after_a_backward_that_failed_training_goes_on_as_in_one_process(rank: i
     optimizer.zero_grad()
     train(backend, model, optimizer, micro=2)
     assert_trained(backend, model, reference())
+
+
+@pytest.mark.ranks(2)
+def test_after_a_backward_that_failed_an_older_torch_refuses_to_go_on(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    backend = open_backend()
+    model = make_model("transformer", dtype=torch.float64)
+    backend.prepare(Bundle([model], [OPTIMIZERS["adamw"](model.parameters())]))
+    model.blocks[0].register_forward_hook(fail_in_backward)
+    with pytest.raises(Exhausted):
+        backend.backward(loss_of(model, tokens(7)))
+    with pytest.raises(BackendError, match="a backward of this model failed"):
+        model(tokens(8))
 
 
 @pytest.mark.ranks(2)

@@ -261,9 +261,9 @@ class FSDPBackend(ModuleBackend):
         try:
             with explained(2):
                 super().backward(loss, scale=scale, **kwargs)
-        except BaseException as error:
+        except BaseException:
             for root in self._sharded:
-                leave_backward(root, error)
+                leave_backward(root)
             raise
         finally:
             for one in replicated:

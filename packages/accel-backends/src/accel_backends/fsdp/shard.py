@@ -145,24 +145,27 @@ def reshard_after_evaluation(root: nn.Module, *_: Any, sharded: Sharded) -> None
         reshard(root, sharded)
 
 
-def leave_backward(root: nn.Module, error: BaseException) -> None:
+def leave_backward(root: nn.Module) -> None:
     """Ends a backward that failed, and drops the unreduced gradients of its accumulation window.
 
     Otherwise torch takes the next backward for a part of it: the root's gradients are never reduced again, and what
-    some units have got is added to the next step, whose ``zero_grad`` does not know it.
-
-    Raises:
-        BackendError: torch before 2.13 cannot end it; its cause is the error of the backward.
+    some units have got is added to the next step, whose ``zero_grad`` does not know it. torch before 2.13 cannot end
+    it, so that the next forward is refused; another model can still be prepared, as after a smaller batch size.
     """
     if not is_within_backward(root):
         return
-    if not hasattr(root, "reset_iter_state"):
-        raise BackendError(
-            f"a backward failed, and fsdp_version=2 of torch {torch.__version__} cannot go on after it: start again, "
-            "or use torch 2.13 or newer"
-        ) from error
-    drop_unreduced(root)
-    cast(Any, root).reset_iter_state()
+    if hasattr(root, "reset_iter_state"):
+        drop_unreduced(root)
+        cast(Any, root).reset_iter_state()
+    else:
+        root.register_forward_pre_hook(_refuse_after_failure, prepend=True)
+
+
+def _refuse_after_failure(*_: Any) -> None:
+    raise BackendError(
+        f"a backward of this model failed, and fsdp_version=2 of torch {torch.__version__} cannot go on after it; "
+        "nearest: build and prepare the model anew, or use torch 2.13 or newer"
+    )
 
 
 def gather_outside_inference_mode(root: nn.Module, *_: Any, sharded: Sharded) -> None:

@@ -75,18 +75,19 @@ def set_unreduced_gradients(
 
 def drop_gradients(model: "FullyShardedDataParallel") -> None:
     """Drops all gradients, also of flat parameters that the optimizer sees themselves."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     for parameter in model.parameters():
         parameter.grad = None
-    for wrapped in FullyShardedDataParallel.fsdp_modules(model):
-        if (handle := wrapped._handle) is not None:
-            flat: Any = handle.flat_param
-            flat.grad = None
-            if hasattr(flat, "_saved_grad_shard"):
-                del flat._saved_grad_shard  # torch adds to the gradient if this attribute exists
-            for parameter in getattr(flat, "_params", None) or ():
-                parameter.grad = None
+    for flat in _flat_parameters(model):
+        flat.grad = None
+        if hasattr(flat, "_saved_grad_shard"):
+            del flat._saved_grad_shard  # torch adds to the gradient if this attribute exists
+        for parameter in getattr(flat, "_params", None) or ():
+            parameter.grad = None
+
+
+def _flat_parameters(model: "FullyShardedDataParallel") -> list[Any]:
+    units = type(model).fsdp_modules(model)
+    return [unit._handle.flat_param for unit in units if unit._handle is not None]
 
 
 def leave_backward(unit: "FullyShardedDataParallel") -> None:
@@ -95,7 +96,7 @@ def leave_backward(unit: "FullyShardedDataParallel") -> None:
     Otherwise torch takes the next forward for a recomputation, and adds what some units have got to later steps.
     """
     if getattr(unit, "_post_backward_callback_queued", False):  # of an outermost wrapper: a backward has begun
-        end_flat_backward(unit)
+        end_flat_backward(unit, _flat_parameters(unit))
         drop_gradients(unit)
 
 
