@@ -133,6 +133,24 @@ def test_chosen_accelerators_count_what_the_launcher_sees(env: dict[str, str], v
 
 
 @pytest.mark.parametrize(
+    ("env", "visible"),
+    [
+        pytest.param({}, {"CUDA": "1,3"}, id="none"),
+        pytest.param({"HIP": "4,5,6,7"}, {"CUDA": "1,3", "HIP": "5,7"}, id="HIP"),
+        pytest.param({"HIP": "4,5,6,7", "CUDA": "0"}, {"HIP": "5,7"}, id="HIP, and CUDA passed over"),
+        pytest.param({"ROCR": "4,5,6,7"}, {"CUDA": "1,3", "HIP": "1,3"}, id="ROCR, from which HIP chooses"),
+        pytest.param({"ROCR": "4,5,6,7", "CUDA": "4,5,6,7"}, {"CUDA": "5,7", "HIP": "1,3"}, id="all of Slurm's"),
+    ],
+)
+def test_chosen_accelerators_of_amd_are_those_that_the_launcher_sees(
+    env: dict[str, str], visible: dict[str, str]
+) -> None:
+    made = planned({"gpu_ids": "1,3"}, GPUS, **{f"{name}_VISIBLE_DEVICES": value for name, value in env.items()})
+    chosen = {name: value for name, value in made.processes[0].env.items() if name.endswith("VISIBLE_DEVICES")}
+    assert chosen == {f"{name}_VISIBLE_DEVICES": value for name, value in visible.items()}
+
+
+@pytest.mark.parametrize(
     ("settings", "host", "words"),
     [
         ({"num_processes": 8}, GPUS, ("8 processes", "4 accelerators (cuda)", "num_processes 4", "cpu")),

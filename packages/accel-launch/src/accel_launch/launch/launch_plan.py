@@ -21,6 +21,9 @@ _VISIBLE_DEVICES = {
     "musa": "MUSA_VISIBLE_DEVICES",
     "hpu": "HABANA_VISIBLE_MODULES",
 }
+# If one of these is set, torch for AMD's GPUs passes over CUDA_VISIBLE_DEVICES; the first chooses among the devices
+# that the second leaves. Slurm may set the second on other machines, too.
+_OF_AMD = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Variables about the processes of one attempt, also those of torchrun. A process of an outer launcher has them.
 _OF_ATTEMPTS = (
     *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE")),
@@ -202,9 +205,12 @@ def _shared_env(config: AccelConfig, host: HostFacts, *, local: int, env: Mappin
         variable = _VISIBLE_DEVICES.get(host.accelerator)
         if variable is None:
             raise LaunchError(f"gpu_ids is {config.gpu_ids!r}, but {host.accelerator} devices cannot be chosen so")
-        # The indices refer to the devices visible to the launcher.
-        visible = [part.strip() for part in env.get(variable, "").split(",") if part.strip()]
-        shared[variable] = ",".join(visible[int(index)] if visible else index for index in ids)
+        by_hip = host.accelerator == "cuda" and any(env.get(name) for name in _OF_AMD)
+        for name in (variable, *_OF_AMD[:by_hip]):
+            # The indices refer to the devices visible to the launcher.
+            visible = [part.strip() for part in env.get(name, "").split(",") if part.strip()]
+            if not visible or len(visible) >= host.num_accelerators:
+                shared[name] = ",".join(visible[int(index)] if visible else index for index in ids)
     return shared
 
 
