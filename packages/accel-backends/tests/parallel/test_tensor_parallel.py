@@ -188,6 +188,22 @@ def test_an_embedding_computes_beside_its_lookup(rank, style):
     assert distance(full(model[0].weight.grad), expected.weight.grad) < 1e-6
 
 
+@pytest.mark.ranks(2)
+def test_outputs_may_be_changed_in_place(rank):
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)).double()
+    model = deepcopy(expected)
+    apply_tensor_parallel(model, tp_mesh(), {"0": "embedding_rowwise", "1": "colwise", "3": "rowwise"})
+    for one in (expected, model):
+        x = one[0](torch.tensor([[0, 1, 6]]))
+        x += 1
+        y = one[1:](x)
+        y *= 2
+        y.square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert distance(full(parameter.grad), other.grad) < 1e-10, name
+
+
 class CountedHeads(nn.Module):
     """As the attention of OPT, which views queries, keys and values by the number of heads, and tokens by -1."""
 

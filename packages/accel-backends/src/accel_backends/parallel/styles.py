@@ -194,7 +194,7 @@ class ShardedEmbedding(Style):
                 padding if padding is not None and 0 <= padding < len(weight) else None,
             )
             found = found.masked_fill(elsewhere[..., None], 0.0)
-            return _distributed(_distributed(found, mesh, placement), mesh, Replicate()).to_local()
+            return _plain(_distributed(_distributed(found, mesh, placement), mesh, Replicate()))
 
         def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
             with _LookUps(layer, look_up):
@@ -411,9 +411,28 @@ def _hook_outputs(module: nn.Module, placement: Placement | None) -> None:
 
     def after(_: nn.Module, __: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         found = output if output.placements == (placement,) else output.redistribute(placements=[placement])
-        return found.to_local()
+        return _plain(found)
 
     module.register_forward_hook(after)
+
+
+def _plain(tensor: DTensor) -> torch.Tensor:
+    """This rank's tensor, which a model may change in place, unlike that of ``to_local``; differentiable."""
+    local: torch.Tensor = _ToLocal.apply(tensor)  # type: ignore[no-untyped-call]
+    return local
+
+
+class _ToLocal(torch.autograd.Function):
+    """``to_local`` without torch's view, which nothing may change in place, not even ``nn.ReLU(inplace=True)``."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        return tensor.to_local().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return DTensor.from_local(grads[0], ctx.mesh, ctx.placements, run_check=False)
 
 
 def _sum_gradients(module: nn.Module) -> None:
