@@ -116,6 +116,24 @@ def test_layers_that_chunks_do_not_divide_are_refused_on_every_rank(rank):
         one.prepare(make_model("llama", layers=8))
 
 
+@pytest.mark.ranks(1)
+def test_a_distributed_optimizer_of_some_parameters_is_refused_by_the_others_names(rank):
+    import torch
+    from loops import accelerator, make_model
+
+    from accel_state.errors import PrepareError
+
+    model = make_model("llama")
+    some = torch.optim.AdamW(p for name, p in model.named_parameters() if "mlp" in name)
+    lacking = r"the optimizer lacks model.embed_tokens.weight, .* more; nearest: requires_grad_\(False\)"
+    with accelerator(use_distributed_optimizer=True) as one:
+        with pytest.raises(PrepareError, match=lacking):
+            one.prepare(model, some)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+        one.prepare(model, some)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_replicas_train_as_one_process(rank, sharded):

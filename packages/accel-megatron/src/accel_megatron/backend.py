@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from accel_backends import BackendConfig, Bundle, Capabilities, ModuleBackend, Run
 from accel_backends.ops.compile import TorchDynamoPlugin
-from accel_backends.ops.fqn import innermost, named_parameters
+from accel_backends.ops.fqn import few, innermost, named_parameters
 from accel_backends.ops.state_dicts import model_state
 from accel_megatron.config import MegatronConfig
 from accel_megatron.conversion.architecture import Architecture
@@ -88,6 +88,8 @@ class MegatronBackend(ModuleBackend):
             if _in_fp64(model):
                 _check_fp64(architecture, sharded=options.use_distributed_optimizer)
             _check_names(model, {stack_name(one) for _, rule in architecture.rules(0, 1) for one in rule.names})
+            for optimizer in bundle.optimizers if options.use_distributed_optimizer else ():
+                _check_updates_all(model, optimizer)
 
     def bind(self, bundle: Bundle) -> Bundle:
         """Converts the model, and puts its optimizer into one of Megatron-LM's."""
@@ -222,6 +224,17 @@ def _check_names(model: nn.Module, known: set[str]) -> None:
             f"{other[0]}; nearest: LlamaForCausalLM, MixtralForCausalLM, GPT2LMHeadModel, BertForMaskedLM, "
             "BertForPreTraining, MegatronBertForMaskedLM, MegatronBertForPreTraining or T5ForConditionalGeneration "
             "without adapters"
+        )
+
+
+def _check_updates_all(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises PrepareError for a distributed optimizer that leaves out parameters with gradients."""
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = named_parameters(innermost(model)).items()
+    if left_out := [name for name, p in named if p.requires_grad and id(p) not in listed]:
+        raise PrepareError(
+            f"use_distributed_optimizer shards all parameters that are trained, and the optimizer lacks "
+            f"{few(left_out, 3)}; nearest: requires_grad_(False) for these, or use_distributed_optimizer=False"
         )
 
 
