@@ -311,3 +311,25 @@ def test_tensorboard_draws_the_numbers_of_nested_values(tmp_path: Path) -> None:
         events = EventAccumulator(str(folder / place))
         events.Reload()
         assert [event.value for event in events.Scalars(tag)] == [value]
+
+
+def test_tensorboard_has_nested_values_of_a_resumed_run_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from accel import Accelerator
+
+    for steps in (range(4), range(2, 5)):
+        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+        accelerator.init_trackers("p")
+        if steps[0]:
+            accelerator.load_state(tmp_path / "c")
+        for step in steps:
+            accelerator.log({"net": {"width": float(step)}}, step=step)
+            if step == 1:
+                accelerator.save_state(tmp_path / "c")
+        accelerator.end_training()
+    (folder,) = tmp_path.glob("p/*/net_width")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("net")] == [(step, float(step)) for step in range(5)]

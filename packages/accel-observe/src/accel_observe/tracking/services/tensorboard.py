@@ -32,6 +32,8 @@ class TensorBoardTracker(GeneralTracker):
         self._purge: int | None = None
         self._resumed = False
         self.writer: Any = None
+        self._parts: dict[Path, Any] = {}
+        """Writers of nested values by folder."""
 
     @property
     def tracker(self) -> Any:
@@ -39,9 +41,19 @@ class TensorBoardTracker(GeneralTracker):
         return self.writer
 
     def start(self) -> None:
+        self.writer, self._parts = self._open(self.logging_dir), {}
+
+    def _open(self, folder: Path) -> Any:
         writer = _library("torch.utils.tensorboard", "tensorboardX").SummaryWriter
         options = {**self._options, **({} if self._purge is None else {"purge_step": self._purge})}
-        self.writer = writer(str(self.logging_dir), **options)
+        return writer(str(folder), **options)
+
+    def _part(self, name: str, part: str) -> Any:
+        """Writer of one of the nested values of a name, where ``add_scalars`` has it, which knows no ``purge_step``."""
+        folder = self.logging_dir / f"{name.replace('/', '_')}_{part}"
+        if folder not in self._parts:
+            self._parts[folder] = self._open(folder)
+        return self._parts[folder]
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_name": self.run_name}
@@ -79,9 +91,8 @@ class TensorBoardTracker(GeneralTracker):
             elif isinstance(value, str):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
-                scalars = numbers(value)
-                if scalars:
-                    self.writer.add_scalars(name, scalars, global_step=step, **kwargs)
+                for part, number in numbers(value).items():
+                    self._part(name, part).add_scalar(name, number, global_step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         import numpy
@@ -94,10 +105,12 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_images(name, numpy.stack(arrays), global_step=step, dataformats="NHWC", **kwargs)
 
     def flush(self) -> None:
-        self.writer.flush()
+        for writer in (self.writer, *self._parts.values()):
+            writer.flush()
 
     def finish(self) -> None:
-        self.writer.close()
+        for writer in (self.writer, *self._parts.values()):
+            writer.close()
 
 
 def _library(first: str, second: str) -> Any:
