@@ -180,8 +180,8 @@ def is_within_backward(root: nn.Module) -> bool:
 def end_flat_backward(root: Any, flat_parameters: Iterable[Any]) -> None:
     """Resets an FSDP1 root and its units after a backward that failed, by ``_post_backward_final_callback``.
 
-    torch expects a gradient of each of the ``flat_parameters`` marked ``_post_backward_called``, which may lack. A torch
-    without the callback takes the next forward for a recomputation of that backward.
+    torch expects a gradient of each of the ``flat_parameters`` marked ``_post_backward_called``, which may lack.
+    A torch without the callback takes the next forward for a recomputation of that backward.
     """
     try:
         from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
