@@ -82,7 +82,7 @@ KNOWN = {
     ),
     "srun from a shell by srun --pty": (
         "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_STEP_ID=1 SLURM_PTY_PORT=3 SLURM_NNODES=1 SLURM_JOB_ID=1",
-        Topology(1, 2, 1, 2, 0, 1, "slurm", "127.0.0.1", 12001),
+        Topology(1, 2, 1, 2, 0, 1, "slurm", "127.0.0.1", 16100),
     ),
     "srun from salloc's shell": (
         "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NNODES=1 "
@@ -295,6 +295,14 @@ def test_port_of_a_job_is_the_same_on_all_its_nodes_and_not_ephemeral(job):
     port = master_port({"SLURM_JOB_ID": str(job)})
     assert port == master_port({"SLURM_JOB_ID": str(job), "SLURM_PROCID": "3"})
     assert 1024 < port < 32768
+
+
+@given(st.integers(0, 10**9), st.integers(0, 100))
+def test_steps_of_a_job_have_ports_of_their_own(job, step):
+    env = {"SLURM_JOB_ID": str(job), "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    one, other = (Topology.from_env({**env, "SLURM_STEP_ID": str(number)}) for number in (step, step + 1))
+    assert one.master_port != other.master_port
+    assert 1024 < other.master_port < 32768
 
 
 def test_built_in_readers_are_the_entry_points_of_the_package():

@@ -52,7 +52,8 @@ class SlurmReader:
             num_nodes=num_nodes,
             launcher="slurm",
             master_addr=master_address(env, num_nodes=num_nodes, hosts=hosts, launcher="slurm"),
-            master_port=master_port(env),
+            # Several steps of a job may run at once.
+            master_port=master_port(env, step=read_int(env, "SLURM_STEP_ID") or 0),
         )
 
 

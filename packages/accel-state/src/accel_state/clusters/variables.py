@@ -10,6 +10,7 @@ DEFAULT_PORT = 29500
 LOCAL_ADDRESS = "127.0.0.1"
 # Below Linux's ephemeral ports (32768 and up).
 _JOB_PORTS = range(12000, 32000)
+_STEP_PORTS = 4099  # far more than the difference between the ids of jobs that share a node
 _JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "COBALT_JOBID", "JOB_ID")
 
 
@@ -48,10 +49,11 @@ def is_local_address(address: str | None) -> bool:
     return address is None or address in {"", "localhost", "::1", "0.0.0.0"} or address.startswith("127.")
 
 
-def master_port(env: Mapping[str, str]) -> int:
-    """Returns ``MASTER_PORT``, or a port that all processes of a batch job derive from the job id.
+def master_port(env: Mapping[str, str], *, step: int = 0) -> int:
+    """Returns ``MASTER_PORT``, or a port that all processes of a batch job derive from the job id, and from ``step``.
 
-    Two jobs that share a node therefore rarely use the same port. Without a job id the port is torch's default, 29500.
+    Two jobs, or steps of a job, that share a node therefore rarely use the same port. Without a job id the port is
+    torch's default, 29500.
     """
     given = read_int(env, "MASTER_PORT")
     if given is not None:
@@ -60,7 +62,7 @@ def master_port(env: Mapping[str, str]) -> int:
     if job is None:
         return DEFAULT_PORT
     number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
-    return _JOB_PORTS[number % len(_JOB_PORTS)]
+    return _JOB_PORTS[(number + _STEP_PORTS * step) % len(_JOB_PORTS)]
 
 
 def master_address(env: Mapping[str, str], *, num_nodes: int, hosts: Sequence[str] = (), launcher: str) -> str:
