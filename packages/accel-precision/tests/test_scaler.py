@@ -131,6 +131,18 @@ def test_gradients_of_several_dtypes_are_unscaled(dtype):
     assert all(torch.equal(weight.grad, torch.ones_like(weight)) for weight in weights)
 
 
+@pytest.mark.parametrize("conjugated", [False, True])
+@pytest.mark.parametrize("bad", [1.0, math.nan])
+def test_complex_gradients_are_unscaled(conjugated, bad):
+    weight, factor = nn.Parameter(torch.tensor([1 + 2j])), torch.tensor([bad + 3j])
+    scaler, optimizer = LossScaler(GradScalerKwargs(init_scale=8.0)), torch.optim.SGD([weight], lr=0.1)
+    scaler.scale(((weight.conj() if conjugated else weight) * factor).real.sum()).backward()
+    scaler.unscale(optimizer)
+    if bad == 1.0:
+        assert torch.equal(weight.grad, factor if conjugated else factor.conj())
+    assert scaler.step(optimizer) is (bad == 1.0)
+
+
 def test_sparse_gradients_are_unscaled_once_for_each_index():
     scaler, table = LossScaler(GradScalerKwargs(init_scale=4.0)), nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)

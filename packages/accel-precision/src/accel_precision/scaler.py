@@ -310,18 +310,27 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _gradients(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    """Yields this rank's gradients: the local shard of a DTensor, the coalesced values of a sparse tensor."""
+    """Yields this rank's gradients: the local shard of a DTensor, the coalesced values of a sparse tensor.
+
+    Complex ones as pairs of real numbers, which share their memory.
+    """
     for parameter in _parameters(optimizer):
         gradient = parameter.grad
         if gradient is None:
             continue
         if gradient.is_sparse:
             parameter.grad = gradient = gradient.coalesce()
-            yield gradient.values()
+            yield _real(gradient.values())
         elif hasattr(gradient, "to_local"):
-            yield gradient.to_local()
+            yield _real(gradient.to_local())
         else:
-            yield gradient
+            if gradient.is_conj():
+                parameter.grad = gradient = gradient.resolve_conj()
+            yield _real(gradient)
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def gradient_marks(parameters: Iterable[torch.Tensor]) -> GradientMarks:
