@@ -42,6 +42,15 @@ def test_inf_only_measures():
     assert all(torch.equal(a, b.grad) for a, b in zip(before, parameters[:-1], strict=True))
 
 
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_parameters_without_elements_have_norm_zero(norm_type):
+    empty, other = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(1))
+    empty.grad, other.grad = torch.zeros(0, 3), torch.full((1,), -4.0)
+    assert clip_grad_norm([empty], 1.0, norm_type) == 0
+    assert clip_grad_norm([empty, other], 1.0, norm_type) == 4
+    assert float(other.grad) == pytest.approx(-1.0)
+
+
 def test_without_gradients_the_norm_is_zero():
     assert float(clip_grad_norm([nn.Parameter(torch.zeros(2))], 1.0)) == 0.0
 

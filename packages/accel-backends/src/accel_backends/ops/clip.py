@@ -234,11 +234,15 @@ def _sorted(gradients: list[torch.Tensor]) -> tuple[Places, bool]:
 def _norms(places: Places, norm_type: float) -> list[torch.Tensor]:
     norms: list[torch.Tensor] = []
     for group in places.values():
+        if norm_type == math.inf:  # torch has no largest element of a tensor without any
+            group = [tensor for tensor in group if tensor.numel()]
         norms.extend(norms_of(group, norm_type))
     return norms
 
 
 def _joined(norms: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    if not norms:
+        return torch.zeros((), device=device)
     stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
     norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
     return norm
