@@ -53,6 +53,21 @@ def test_compressed_gradients_are_means_within_their_dtypes_rounding(rank, world
 
 
 @pytest.mark.ranks(2)
+def test_complex_gradients_keep_their_imaginary_part(rank):
+    class Filter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.weight * x).real.sum()
+
+    ddp, model, _ = prepared(DDPConfig(comm_hook="bf16"), model=Filter())
+    ddp.backward(model(torch.full((3,), 2.0 * rank + 4j)))
+    assert torch.equal(model.module.weight.grad, torch.full((3,), 1 - 4j))
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [options for options, _ in HOOKS], ids=str)
 @pytest.mark.sampled(2)
 def test_training_through_every_hook_learns_what_it_does_without(rank, world_size, options):

@@ -58,9 +58,10 @@ def reduce_in(dtype: torch.dtype) -> Hook:
 
     def hook(group: Any, bucket: Any) -> "Future[torch.Tensor]":
         own = bucket.buffer()
-        sent = own.to(dtype).div_(dist.get_world_size(group))
+        real = torch.view_as_real(own) if own.is_complex() else own
+        sent = real.to(dtype).div_(dist.get_world_size(group))
         work = dist.all_reduce(sent, group=group, async_op=True)
-        return _then_copy(work.get_future(), own)
+        return _then_copy(work.get_future(), real, own)
 
     return _typed(hook)
 
@@ -71,15 +72,18 @@ def wrapped_in(dtype: torch.dtype, inner: Hook) -> Hook:
     def hook(state: Any, bucket: Any) -> "Future[torch.Tensor]":
         own = bucket.buffer()
         bucket.set_buffer(own.to(dtype))
-        return _then_copy(inner(state, bucket), own)
+        return _then_copy(inner(state, bucket), own, own)
 
     return _typed(hook)
 
 
-def _then_copy(future: Any, target: torch.Tensor) -> "Future[torch.Tensor]":
+def _then_copy(future: Any, target: torch.Tensor, bucket: torch.Tensor) -> "Future[torch.Tensor]":
+    """Copies a result into ``target``, which shares its memory with ``bucket``; the future of ``bucket``."""
+
     def take(done: Any) -> torch.Tensor:
         value = done.value()
-        return target.copy_(value[0] if isinstance(value, (list, tuple)) else value)
+        target.copy_(value[0] if isinstance(value, (list, tuple)) else value)
+        return bucket
 
     result: Future[torch.Tensor] = future.then(take)
     return result
