@@ -1,6 +1,7 @@
 """Sharded over ranks, a model trains as it does on one."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -110,6 +111,27 @@ def test_every_sharding_trains_as_one_process(rank: int, options: dict[str, Any]
     train(backend, model, optimizer, micro=2, clip=0.5)
     assert_trained(backend, model, reference(clip=0.5))
     backend.close()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_in_channels_last_are_sharded(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).double().to(memory_format=torch.channels_last)
+    expected = deepcopy(model)
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    own, other = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, expected))
+    for one, optimizer in ((model, own), (expected, other)):  # prepared after a step, with states in channels_last
+        one(images).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    backend = open_backend()
+    backend.prepare(Bundle([model], [own]))
+    backend.backward(model(images).square().mean())
+    backend.step(own)
+    expected(images).square().mean().backward()
+    other.step()
+    assert_trained(backend, model, expected)
+    backend.states.load_model(model, deepcopy(expected).to(memory_format=torch.channels_last).state_dict())
 
 
 class Exhausted(Exception):

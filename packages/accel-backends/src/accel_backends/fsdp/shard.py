@@ -313,6 +313,8 @@ def _shard_unit(
     fresh = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in apart]
     for parameter in fresh:
         parameter.data = parameter.data.to(how.device)
+        if not parameter.is_contiguous():  # as those of ``channels_last``, which torch does not shard
+            parameter.data = parameter.data.contiguous()
         how.send([parameter.data])  # one by one, so that no buffer holds a copy of the unit
     reshard, placement = how.config.reshard, None
     if experts is not None:  # these ranks are fewer than those that a number of ``reshard_after_forward`` divides
