@@ -163,6 +163,19 @@ def test_clipping_foreign_parameters_is_refused(single):
         backend.gradients.clip_norm(net().parameters(), 1.0)
 
 
+def test_sparse_gradients_are_saved_as_dense_ones_and_restored_as_sparse(single):
+    backend = single()
+    model = backend.prepare(Bundle([nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))])).models[0]
+    backend.backward(model(torch.tensor([1, 3, 3])).sum())
+    before = model[0].weight.grad.to_dense()
+    held = backend.gradients.unreduced(model)
+    assert torch.equal(held["0.weight"], before)
+    backend.gradients.set_unreduced(model, held)
+    assert model[0].weight.grad.is_sparse
+    backend.backward(model(torch.tensor([1, 3, 3])).sum())
+    assert torch.equal(model[0].weight.grad.to_dense(), 2 * before)
+
+
 def test_clipping_what_is_no_parameter_is_refused(single):
     backend = single()
     model, optimizer = prepared(backend)

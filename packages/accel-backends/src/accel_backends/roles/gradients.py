@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel_backends.ops.clip import Pieces, clip_grad_norm, clip_grad_value, finite, norm_of_held, scale_gradients
-from accel_backends.ops.fqn import named_parameters
+from accel_backends.ops.fqn import named_parameters, sparse_embeddings
 from accel_backends.ops.loss_scaling import check_scaled
 from accel_backends.roles.lost_step import lost_if_failed
 from accel_backends.roles.nearest import nearest_strategy
@@ -136,11 +136,12 @@ class ReplicatedGradients:
     def unreduced(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns this rank's unreduced gradients as full tensors, by FQN.
 
-        Their mean over ``ranks`` is the gradient. Default: ``grad`` of the parameters.
+        Their mean over ``ranks`` is the gradient. Default: ``grad`` of the parameters; dense copies of sparse ones.
 
         Collective: every rank of the group must call this.
         """
-        return {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
+        found = {name: p.grad for name, p in named_parameters(model).items() if p.grad is not None}
+        return {name: one.to_dense() if one.is_sparse else one for name, one in found.items()}
 
     def outside_grad(self, model: nn.Module) -> bool:
         """Whether the model has gradients that are not in ``grad`` of its parameters. Default: False."""
@@ -151,9 +152,12 @@ class ReplicatedGradients:
 
         Collective: every rank of the group must call this.
         """
+        sparse = {id(module.weight) for _, module in sparse_embeddings(model)}
         for name, parameter in named_parameters(model).items():
             held = gradients.get(name)
             parameter.grad = None if held is None else held.to(parameter.device, parameter.dtype)
+            if parameter.grad is not None and id(parameter) in sparse:
+                parameter.grad = parameter.grad.to_sparse(1)  # of the rows that have one
 
     def reduce(self, model: nn.Module) -> None:
         """Averages over ranks the gradients that no backward has reduced; reduced ones do not change.
