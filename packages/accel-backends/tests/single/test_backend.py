@@ -163,6 +163,20 @@ def test_clipping_foreign_parameters_is_refused(single):
         backend.gradients.clip_norm(net().parameters(), 1.0)
 
 
+def test_layers_added_after_prepare_are_clipped_with_the_others(single):
+    backend = single()
+    model, optimizer = prepared(backend)
+    model.append(nn.Linear(2, 1))
+    group = {"params": list(model[-1].parameters())}
+    backend.gradients.check_group(group)
+    optimizer.add_param_group(group)
+    backend.backward(model(torch.ones(3, 4)).sum())
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    torch.testing.assert_close(backend.gradients.clip_norm(model.parameters(), 0.5), expected)
+    backend.gradients.clip_value(model.parameters(), 0.01)
+    assert float(model[-1].bias.grad) == pytest.approx(0.01)
+
+
 def test_sparse_gradients_are_saved_as_dense_ones_and_restored_as_sparse(single):
     backend = single()
     model = backend.prepare(Bundle([nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))])).models[0]

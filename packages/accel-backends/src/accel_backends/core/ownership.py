@@ -49,8 +49,10 @@ class Ownership:
         self.models.clear()
         self._parameters.clear()
 
-    def checked(self, parameters: "torch.Tensor | Iterable[torch.Tensor]") -> list[torch.Tensor]:
-        """Returns the parameters as a list.
+    def checked(
+        self, parameters: "torch.Tensor | Iterable[torch.Tensor]", *, added: bool = False
+    ) -> list[torch.Tensor]:
+        """Returns the parameters as a list; ``added``: they may be those that a prepared model has gained since.
 
         Raises:
             BackendError: a parameter belongs to no prepared model, or something else than parameters was given.
@@ -63,7 +65,10 @@ class Ownership:
                     f"clipping was given a {type(parameters).__name__} of {type(others[0]).__name__}; expected "
                     "parameters, such as those of model.parameters()"
                 )
-            foreign = [p for p in given if id(p) not in self._parameters]
+            gained = self.names() if added else {}
+            foreign = [p for p in given if id(p) not in self._parameters and id(p) not in gained]
+            if not foreign:
+                return given
             raise BackendError(
                 f"{len(foreign)} of {len(given)} parameters to clip belong to no prepared model, the first of "
                 f"shape {tuple(foreign[0].shape)}; clip the parameters() of a model that prepare returned"

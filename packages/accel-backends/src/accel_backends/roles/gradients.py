@@ -84,7 +84,7 @@ class ReplicatedGradients:
             BackendError: parameters of no prepared model.
         """
         return clip_grad_norm(
-            self.owned.checked(parameters),
+            self.owned.checked(parameters, added=not self._spread),
             max_norm,
             norm_type,
             error_if_nonfinite=error_if_nonfinite,
@@ -114,7 +114,7 @@ class ReplicatedGradients:
         Raises:
             BackendError: parameters of no prepared model.
         """
-        clip_grad_value(self.owned.checked(parameters), clip_value)
+        clip_grad_value(self.owned.checked(parameters, added=not self._spread), clip_value)
 
     def scale(self, models: Iterable[nn.Module], factor: float | torch.Tensor) -> None:
         """Multiplies the accumulated gradients, those of tied parameters once. Default: ``grad`` of the parameters."""
@@ -215,8 +215,13 @@ class ReplicatedGradients:
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raises BackendError for a parameter group whose gradients would not be averaged over ranks."""
-        if self.ranks > 1 or self.capabilities.sharded:
+        if self._spread:
             self.owned.check_added(group["params"])
+
+    @property
+    def _spread(self) -> bool:
+        """Whether parameters that a model has gained since it was prepared would not train as the others."""
+        return self.ranks > 1 or self.capabilities.sharded
 
     def join(self, models: Sequence[nn.Module], *, enable: bool = True) -> AbstractContextManager[Any]:
         """Context in which ranks may have different numbers of batches. Default: a null context, for one replica.
