@@ -74,3 +74,24 @@ def test_gradients_may_be_dropped_before_any_line_of_a_step(rank, options):
             trained.append(one.get_state_dict(model))
     first, *others = trained
     assert [largest_difference(one, first) for one in others] == [0, 0]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "t5"])
+def test_training_continues_after_an_evaluation_in_inference_mode(rank, kind):
+    import torch
+    from loops import accelerator, make_model, optimizer_of, samples
+
+    with accelerator() as one:
+        source = make_model(kind)
+        model, optimizer = one.prepare(source, optimizer_of(source))
+        for step in range(2):
+            model.eval()
+            with torch.inference_mode():
+                evaluated = float(model(**samples(0, step, kind=kind)).loss)
+            model.train()
+            loss = model(**samples(0, step, kind=kind)).loss
+            assert evaluated == pytest.approx(float(loss.detach()), abs=1e-5)
+            one.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()

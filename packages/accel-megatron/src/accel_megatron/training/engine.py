@@ -287,7 +287,8 @@ class MegatronEngine(nn.Module):
         if self.training and (self.core.hidden_dropout or self.core.attention_dropout):
             seed_tensor_parallel(int(torch.randint(2**31, ())), self.device)
         length = padded_length(self.core, batch.lengths[-1])
-        with torch.enable_grad() if not forward_only else torch.no_grad():
+        # Also in the caller's inference mode, because megatron-core keeps tensors from call to call, and adds to them.
+        with torch.inference_mode(False), torch.no_grad() if forward_only else torch.enable_grad():
             found: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=[batch.split(count) for _ in self.chunks],
