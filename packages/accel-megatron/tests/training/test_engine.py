@@ -95,3 +95,15 @@ def test_training_continues_after_an_evaluation_in_inference_mode(rank, kind):
             one.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.ranks(1)
+def test_an_argument_that_the_family_does_not_take_is_named(rank):
+    from loops import accelerator, make_model, samples
+
+    from accel_state.errors import BackendError
+
+    with accelerator() as one:
+        model = one.prepare(make_model("llama"))
+        with pytest.raises(BackendError, match=r"takes input_ids, .*, and not use_cache; nearest: leave use_cache out"):
+            model(**samples(0, 0), use_cache=False)

@@ -1,6 +1,7 @@
 """The prepared model: a call runs Megatron-LM's schedule, and the backward of its loss adds the gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -82,12 +83,14 @@ class MegatronEngine(nn.Module):
         Collective: every rank of the group must call this. Ranks of one replica have to pass the same batch.
 
         Raises:
-            BackendError: training without labels, a batch that does not divide into micro-batches, or with sequence
-                parallelism sequences that do not divide among tensor-parallel ranks.
+            BackendError: arguments that the family does not take, training without labels, a batch that does not divide
+                into micro-batches, or with sequence parallelism sequences that do not divide among tensor-parallel
+                ranks.
         """
         training = self.training and torch.is_grad_enabled()
         if self._own is not None:
             return self._call_own(OwnBatch.of(args, arguments), training)
+        self._check_arguments(arguments)
         batch = self.family.batch(self.architecture, *args, **arguments)
         if training and not batch.terms:
             raise BackendError(
@@ -205,6 +208,14 @@ class MegatronEngine(nn.Module):
                     self.kept[name] = value.detach().float().clone()
         if self.optimizer is not None:
             self.optimizer.load_masters(weights)
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        _, *known = signature(self.family.batch).parameters
+        if unknown := [name for name in arguments if name not in known]:
+            raise BackendError(
+                f"a call of a Megatron-LM model takes {', '.join(known)}, and not {', '.join(unknown)}; nearest: leave "
+                f"{', '.join(unknown)} out"
+            )
 
     def _check_lengths(self, batch: TokenBatch) -> None:
         config = self.core
