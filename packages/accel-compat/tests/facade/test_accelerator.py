@@ -1,9 +1,17 @@
 """The Accelerator with Accelerate's semantics."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.utils.data import DataLoader
+
+from accel_compat.facade.accelerator import CompatAccelerator
+from accel_compat.options.fsdp import CompatFSDPPlugin
+from accel_compat.state.accelerator_state import SharedAcceleratorState
 
 
 def _run(steps, batches=5):
@@ -113,3 +121,20 @@ def test_buffers_stay_full_without_context_parallelism():
     tokens = torch.arange(6).reshape(1, 6)
     with Accelerator().maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
         assert tokens.tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.ranks(2)
+def test_units_are_chosen_by_a_function_that_a_script_sets_after_the_construction(rank):
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ACCELERATE_USE_FSDP", "true")  # as the plugin does
+        plugin = CompatFSDPPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+        )
+        accelerator = CompatAccelerator(cpu=True, fsdp_plugin=plugin)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    policy = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Sequential))
+    accelerator.state.fsdp_plugin.auto_wrap_policy = policy
+    model = accelerator.prepare(model)
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert sharded == ["", "1"]
+    SharedAcceleratorState._reset_state(reset_partial_state=True)

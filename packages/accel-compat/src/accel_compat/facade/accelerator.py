@@ -130,7 +130,7 @@ class CompatAccelerator(
         elif self.distributed_type == DistributedType.FSDP:
             from accel_compat.options.fsdp_translation import translate_fsdp
 
-            plugins["fsdp_plugin"] = translate_fsdp(self.state.__dict__.get("fsdp_plugin"))
+            plugins["fsdp_plugin"] = self._fsdp_options = translate_fsdp(self.state.__dict__.get("fsdp_plugin"))
         elif self.num_processes == 1:
             strategy = "single"
         else:

@@ -73,6 +73,8 @@ class PreparingMethods:
         engines = self.distributed_type == DistributedType.DEEPSPEED and any(isinstance(one, nn.Module) for one in args)
         if self.distributed_type == DistributedType.DEEPSPEED:
             self._complete_deepspeed(args)
+        elif self.distributed_type == DistributedType.FSDP:
+            self._complete_fsdp()
         self._prepare_bundle(results, device_placement)
         for position, item in enumerate(results):
             if isinstance(item, torch.utils.data.DataLoader):
@@ -166,6 +168,13 @@ class PreparingMethods:
             attention=before.sequence_attention,
         )
         self._backend.reconfigure(config)
+
+    def _complete_fsdp(self: Any) -> None:
+        """Takes what a script has set on the plugin since, before its first model, as ``auto_wrap_policy`` with PEFT."""
+        from accel_compat.options.fsdp_translation import translate_fsdp
+
+        if not self._models and translate_fsdp(self.state.__dict__.get("fsdp_plugin")) != self._fsdp_options:
+            self._open(cpu=False, parallelism=self.state.parallelism_config)
 
     @property
     def _drives_schedulers(self: Any) -> bool:

@@ -34,12 +34,13 @@ def translate_fsdp(plugin: Any) -> Any:
         fields["mixed_precision_policy"] = plugin.mixed_precision_policy
     if plugin.backward_prefetch is not None:
         fields["backward_prefetch"] = plugin.backward_prefetch.name
-    if plugin.transformer_cls_names_to_wrap:
+    policy = wrap_value(plugin.auto_wrap_policy)
+    if policy is not None and not isinstance(policy, AutoWrap):
+        fields["auto_wrap_policy"] = policy
+    elif plugin.transformer_cls_names_to_wrap:
         fields["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         fields["transformer_cls_names_to_wrap"] = plugin.transformer_cls_names_to_wrap
     elif plugin.min_num_params:
         fields["auto_wrap_policy"] = "SIZE_BASED_WRAP"
         fields["min_num_params"] = plugin.min_num_params
-    elif not isinstance(policy := wrap_value(plugin.auto_wrap_policy), AutoWrap):
-        fields["auto_wrap_policy"] = policy
     return FullyShardedDataParallelPlugin(**fields)
