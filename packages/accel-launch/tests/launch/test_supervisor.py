@@ -92,3 +92,19 @@ def test_a_run_is_started_again_after_its_temporary_folder_was_cleared_away() ->
     config = resolve_config({"num_processes": 2, "no_python": True, "max_restarts": 1, "cpu": True, "quiet": True}, {})
     made = plan(config, ["/bin/sh", "-c", command], HostFacts(sys.executable, 2, None, 0), env={})
     assert run_local(made) == 0
+
+
+class ClosedTerminal(io.StringIO):
+    """Stream of a terminal that is gone."""
+
+    def write(self, text: str) -> int:
+        """Fails as the system does."""
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_run_is_started_again_though_nobody_can_read_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve_config({"num_processes": 2, "no_python": True, "max_restarts": 1, "cpu": True}, {})
+    command = ["/bin/sh", "-c", "exit $((TORCHELASTIC_RESTART_COUNT == 0))"]
+    made = plan(config, command, HostFacts(sys.executable, 2, None, 0), env={})
+    monkeypatch.setattr(sys, "stderr", ClosedTerminal())
+    assert run_local(made) == 0

@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -23,6 +22,7 @@ from accel_launch.launch.supervisor.child_processes import Workers
 from accel_launch.launch.supervisor.failure import report
 from accel_launch.launch.supervisor.interrupts import FOR_PROCESSES, Interrupts
 from accel_launch.launch.supervisor.orphan_reaper import Guard
+from accel_launch.launch.supervisor.output import say
 from accel_launch.launch.supervisor.supervisor import attempt_env, interrupted, output_of, preempted
 
 _ROLE = "accel"
@@ -152,7 +152,7 @@ class MachineAgent(SimpleElasticAgent):
         left = self._meeting.restarts_left(config.max_restarts)
         if left <= 0 or not config.quiet:
             told = report(failures, self._num_processes, quiet=config.quiet)
-            print(told, file=sys.stderr, flush=True)
+            say(told)
         if left <= 0:
             self._meeting.give_up(f"rank {failures[0].exit.rank} failed on machine {config.machine_rank}")
             return self._end(failures[0].status or 1)
@@ -186,7 +186,7 @@ def placed(processes: Sequence[ProcessPlan], group: WorkerGroup) -> list[Process
 
 
 def _say(text: str) -> None:
-    print(f"accel launch: {text}", file=sys.stderr, flush=True)
+    say(f"accel launch: {text}")
 
 
 def _quieten(prefix: str) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from accel_launch.launch.launch_plan import LaunchPlan
 from accel_launch.launch.multi_node.store_probe import StoreProbe
 from accel_launch.launch.supervisor.interrupts import Interrupts
+from accel_launch.launch.supervisor.output import say
 from accel_launch.launch.supervisor.ports import check_free, reserved_port
 from accel_state.errors import LaunchError
 from accel_state.process_group.name_lookup import stop_name_lookups
@@ -174,7 +174,7 @@ class MeetingPoint(RendezvousHandler, ABC):
                 raise LaunchError(reason)
             if waited > _PATIENCE and not announced:
                 announced = True
-                print(f"accel launch: waiting for the other machines: {problem()}", file=sys.stderr, flush=True)
+                say(f"accel launch: waiting for the other machines: {problem()}")
             time.sleep(_POLL)
 
     @contextmanager
@@ -222,7 +222,7 @@ class Meeting(MeetingPoint):
         with self._lost():
             waiting = self._store.add(f"round/{self.round + 1}/arrived", 0)
         if waiting:
-            print("accel launch: processes failed on another machine; starting all again", file=sys.stderr, flush=True)
+            say("accel launch: processes failed on another machine; starting all again")
         return waiting
 
     def restarts_left(self, max_restarts: int) -> int:

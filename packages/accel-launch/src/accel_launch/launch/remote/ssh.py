@@ -2,7 +2,6 @@
 
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from accel_launch.config.model import AccelConfig
 from accel_launch.launch.remote.hostfile import Machine
 from accel_launch.launch.remote.remote_command import forwarded, launcher_argv
 from accel_launch.launch.supervisor.interrupts import Interrupts
+from accel_launch.launch.supervisor.output import say
 from accel_launch.launch.supervisor.ports import DEFAULT_PORT
 from accel_launch.launch.supervisor.supervisor import interrupted
 from accel_state.errors import LaunchError
@@ -99,7 +99,7 @@ def run_ssh(plan: SshPlan) -> int:
             return interrupted(interrupts.received[0], plan.num_processes or len(running))
     for name, status in statuses:
         if status == _LOST:
-            print(f"accel launch: the connection to {name} failed", file=sys.stderr, flush=True)
+            say(f"accel launch: the connection to {name} failed")
     return next((abs(status) for _, status in statuses if status), 0)
 
 

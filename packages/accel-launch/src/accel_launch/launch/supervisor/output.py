@@ -114,6 +114,12 @@ class Output:
             sink.flush()
 
 
+def say(text: str) -> None:
+    """Prints a message of the launcher; a job also goes on if nobody can read it (a closed terminal, a full disk)."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def streams_of(tee: str, local_rank: int) -> int:
     """Streams of a process that ``tee`` selects: 1 stdout, 2 stderr, 3 both, 0 none."""
     if ":" not in tee:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import uuid
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from accel_launch.launch.supervisor.child_processes import Workers
 from accel_launch.launch.supervisor.failure import Failure, report
 from accel_launch.launch.supervisor.interrupts import FOR_PROCESSES, Interrupts
 from accel_launch.launch.supervisor.orphan_reaper import Guard
-from accel_launch.launch.supervisor.output import Output
+from accel_launch.launch.supervisor.output import Output, say
 from accel_launch.launch.supervisor.ports import reserved_port
 from accel_launch.preemption.exit_status import PREEMPTED_STATUS
 
@@ -44,16 +43,12 @@ def run_local(plan: LaunchPlan) -> int:
                 return 0
             last = attempt == config.max_restarts
             if last or not config.quiet:
-                print(report(failures, plan.num_processes, quiet=config.quiet), file=sys.stderr, flush=True)
+                say(report(failures, plan.num_processes, quiet=config.quiet))
             if last:
                 return failures[0].status or 1
             attempt += 1
             if not config.quiet:
-                print(
-                    f"accel launch: starting all processes again (restart {attempt} of {config.max_restarts})",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"accel launch: starting all processes again (restart {attempt} of {config.max_restarts})")
 
 
 # Prefix of the file of each rank, to which torch adds the rank: its name in torch 2.13, and its older one.
@@ -98,13 +93,13 @@ def output_of(plan: LaunchPlan, attempt: int) -> Output | None:
 
 def interrupted(number: signal.Signals, num_processes: int) -> int:
     """Prints which signal ended the job and returns the exit status of that signal."""
-    print(f"accel launch: ended by {number.name}, and {num_processes} processes with it", file=sys.stderr, flush=True)
+    say(f"accel launch: ended by {number.name}, and {num_processes} processes with it")
     return _STOPPED_BY_SIGNAL + number
 
 
 def preempted(num_processes: int) -> int:
     """Prints that the run saved itself before it ended, and returns the exit status of a preempted run."""
-    print(f"accel launch: preempted; {num_processes} processes have saved and ended", file=sys.stderr, flush=True)
+    say(f"accel launch: preempted; {num_processes} processes have saved and ended")
     return PREEMPTED_STATUS
 
 
