@@ -162,3 +162,26 @@ def test_version_1_refuses_ignored_modules_that_train() -> None:
     model, optimizer = branched()
     with pytest.raises(PrepareError, match=r"adapter\.0\.weight trains, .*nearest: fsdp_version=2"):
         backend.prepare(Bundle([model], [optimizer]))
+
+
+@pytest.mark.ranks(2)
+def test_a_sparse_embedding_among_ignored_modules_trains_as_in_one_process(rank: int) -> None:
+    def words() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 1)).double()
+
+    model, expected = words(), words()
+    own, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, expected))
+    backend = opened(ignored_modules="0")
+    backend.prepare(Bundle([model], [own]))
+    for step in range(2):
+        rows = [torch.tensor([step, 2 + each]) for each in range(2)]
+        with backend.no_sync(model):
+            backend.backward(model(rows[rank]).square().mean())
+        backend.backward(model(rows[1 - rank]).square().mean())
+        for each in rows:
+            expected(each).square().mean().backward()
+        for optimizer in (own, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model[0].weight, expected[0].weight)

@@ -42,11 +42,16 @@ class ReplicatedParameters:
     def average(self) -> None:
         """Averages all gradients, in one all-reduce per dtype; a parameter that no rank used keeps ``grad`` None.
 
+        Sparse ones become dense, because ranks may have different rows.
+
         Collective: every rank of the group must call this.
         """
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not trained:
             return
+        for parameter in trained:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
         here = [parameter.grad is not None for parameter in trained]
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
         used = trained[0].new_tensor(here)
