@@ -318,6 +318,15 @@ def test_prepared_optimizers_loaders_and_schedulers_pass_through() -> None:
     assert len(accelerator.prepared.loaders) == 1
 
 
+def test_an_optimizer_and_a_scheduler_given_again_are_those_that_were_prepared() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, given, _, schedule = parts()
+    _, optimizer, scheduler = accelerator.prepare(model, given, schedule)
+    assert accelerator.prepare(given, schedule) == (optimizer, scheduler)
+    assert accelerator.prepared.optimizers == [optimizer]
+    assert accelerator.prepared.schedulers == [scheduler]
+
+
 def test_an_optimizer_of_unprepared_parameters_is_refused() -> None:
     with pytest.raises(PrepareError, match="SGD updates parameters of no prepared model"):
         Accelerator(cpu=True).prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))

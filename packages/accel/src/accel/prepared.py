@@ -64,6 +64,12 @@ class PreparedObjects:
         if not any(loader is other for other in self.loaders):
             self.loaders.append(loader)
 
+    def prepared(self, item: Any) -> Any:
+        """The prepared optimizer or scheduler around ``item``, if there is one; otherwise ``item`` itself."""
+        around: list[Any] = [one for one in self.optimizers if one.optimizer is item]
+        around += [one for one in self.schedulers if one.scheduler is item]
+        return around[0] if around else item
+
     def adopt(self, item: PreparedOptimizer | PreparedScheduler) -> None:
         """Adds an object that is prepared already, unless it is known."""
         known: list[Any] = self.optimizers if isinstance(item, PreparedOptimizer) else self.schedulers
@@ -178,6 +184,7 @@ class Preparation:
             placement = [None] * len(items)
         elif len(placement) != len(items):
             raise PrepareError(f"device_placement has {len(placement)} entries for {len(items)} objects")
+        items = [self._prepared.prepared(item) for item in items]
         kinds = [kind_of(item) for item in items]
         results = list(items)
         self._prepare_bundle(results, kinds, placement)
