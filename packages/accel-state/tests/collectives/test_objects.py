@@ -1,9 +1,13 @@
 """Objects reach every rank, and a failure on one rank is a failure on all."""
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 
 from accel_state import CollectiveError
+from accel_state.collectives.objects import gather_at_first
 from accel_state.collectives.tensors import agree, all_gather_object, broadcast_object_list, gather_object
 from accel_testing.programs.runs import run_script
 
@@ -110,3 +114,22 @@ dist.destroy_process_group()
 def test_a_program_may_end_right_after_a_collective(tmp_path):
     (tmp_path / "train.py").write_text(HOLDS_THE_INTERPRETER)
     run_script(tmp_path / "train.py", ranks=2, cwd=tmp_path, timeout=60).check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("large", [False, True])
+def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(rank: int, large: bool) -> None:
+    given: Any = threading.Lock() if rank else "x" * (1000 if large else 1)
+    expected = TypeError if rank else CollectiveError
+    said = r"cannot pickle '_thread.lock' object"
+    with pytest.raises(expected, match=said):
+        all_gather_object(given)
+    with pytest.raises(expected, match=said):
+        broadcast_object_list([given], from_process=1)
+    if rank:
+        with pytest.raises(TypeError, match=said):
+            gather_at_first(given)
+    else:
+        with pytest.raises(CollectiveError, match=f"on rank 1: TypeError: {said}"):
+            gather_at_first(given)
+    assert all_gather_object(rank) == [0, 1]

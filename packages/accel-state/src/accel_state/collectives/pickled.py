@@ -1,12 +1,18 @@
-"""Collectives over pickled objects as uint8 tensors, without numpy, which torch's own object collectives need."""
+"""Collectives over pickled objects as uint8 tensors, without numpy, which torch's own object collectives need.
+
+A rank whose object cannot be pickled sends the reason in its place, so that every rank raises and none waits.
+"""
 
 import ctypes
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from accel_state.collectives.group_argument import is_fake
+from accel_state.errors import CollectiveError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -16,12 +22,23 @@ _PREFIX = 8
 _INLINE = 504
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class _Unpickled:
+    """Stands for an object that its rank could not pickle."""
+
+    reason: str
+
+
 def gather_pickled(obj: Any, group: "ProcessGroup") -> list[Any]:
     """All-gathers ``obj``, in order of rank: one collective, or two if the largest object does not fit inline.
 
     Collective: every rank of the group must call this.
+
+    Raises:
+        CollectiveError: another rank's object cannot be pickled; the error of pickle on that rank.
     """
-    own, device = _as_tensor(obj), _device_of(group)
+    (own, error), device = _pickled(obj), _device_of(group)
     first = torch.zeros(_PREFIX + _INLINE, dtype=torch.uint8, device="cpu")
     first[:_PREFIX].view(torch.int64).fill_(own.numel())
     inline = first[_PREFIX:]
@@ -32,49 +49,63 @@ def gather_pickled(obj: Any, group: "ProcessGroup") -> list[Any]:
     if max(lengths) > _INLINE:
         rest = torch.nn.functional.pad(own[_INLINE:], (0, max(lengths) - max(own.numel(), _INLINE)))
         rows = torch.cat([rows, _gathered(rest.to(device), group)], dim=1)
-    return [_as_object(row, length) for row, length in zip(rows, lengths, strict=True)]
+    return _checked([_as_object(row, length) for row, length in zip(rows, lengths, strict=True)], error)
 
 
 def gather_pickled_at_first(obj: Any, group: "ProcessGroup") -> list[Any] | None:
     """Gathers ``obj`` of every rank, in order of rank, on rank 0 of the group; other ranks get None.
 
-    Collective: every rank of the group must call this.
+    Collective: every rank of the group must call this. An object that cannot be pickled is an error on its rank and on
+    rank 0.
     """
     import torch.distributed as dist
 
-    own, device = _as_tensor(obj), _device_of(group)
+    (own, error), device = _pickled(obj), _device_of(group)
     lengths: list[int] = _gathered(torch.tensor([own.numel()], device=device), group).view(-1).tolist()
     padded = torch.nn.functional.pad(own, (0, max(lengths) - own.numel())).to(device)
     rows = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
     dist.gather(padded, rows, group=group, group_dst=0)
     if rows is None:
+        _checked((), error)
         return None
-    return [_as_object(row.cpu(), length) for row, length in zip(rows, lengths, strict=True)]
+    return _checked([_as_object(row.cpu(), length) for row, length in zip(rows, lengths, strict=True)], error)
 
 
 def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
     """Broadcasts ``obj`` of rank ``source`` of the group; ``obj`` of other ranks is ignored, except in a fake group.
 
     Collective: every rank of the group must call this.
+
+    Raises:
+        CollectiveError: the object cannot be pickled; the error of pickle on its own rank.
     """
     import torch.distributed as dist
 
+    error: Exception | None = None
     device, sends = _device_of(group), group.rank() == source or is_fake(group)
-    own = _as_tensor(obj) if sends else torch.empty(0, dtype=torch.uint8, device="cpu")
+    own = torch.empty(0, dtype=torch.uint8, device="cpu")
+    if sends:
+        own, error = _pickled(obj)
     size = torch.tensor([own.numel()], device=device)
     dist.broadcast(size, group=group, group_src=source)
     data = own.to(device) if sends else torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(data, group=group, group_src=source)
-    return obj if sends else _as_object(data.cpu(), data.numel())
+    if sends:
+        return _checked([obj], error)[0]
+    found = _as_object(data.cpu(), data.numel())
+    if isinstance(found, _Unpickled):
+        raise CollectiveError(f"rank {source} broadcasts an object that cannot be pickled: {found.reason}")
+    return found
 
 
 def send_pickled(obj: Any, destination: int, group: "ProcessGroup") -> None:
     """Sends ``obj`` to rank ``destination`` of the group, which must call ``receive_pickled``."""
     import torch.distributed as dist
 
-    own, device = _as_tensor(obj), _device_of(group)
+    (own, error), device = _pickled(obj), _device_of(group)
     dist.send(torch.tensor([own.numel()], device=device), group=group, group_dst=destination)
     dist.send(own.to(device), group=group, group_dst=destination)
+    _checked((), error)
 
 
 def receive_pickled(source: int, group: "ProcessGroup") -> Any:
@@ -86,7 +117,10 @@ def receive_pickled(source: int, group: "ProcessGroup") -> Any:
     dist.recv(size, group=group, group_src=source)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.recv(data, group=group, group_src=source)
-    return _as_object(data.cpu(), data.numel())
+    found = _as_object(data.cpu(), data.numel())
+    if isinstance(found, _Unpickled):
+        raise CollectiveError(f"rank {source} sends an object that cannot be pickled: {found.reason}")
+    return found
 
 
 def _gathered(row: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -98,8 +132,25 @@ def _gathered(row: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
     return rows.cpu().view(group.size(), -1)
 
 
-def _as_tensor(obj: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+def _pickled(obj: Any) -> tuple[torch.Tensor, Exception | None]:
+    """The bytes of an object; or those of the reason why it has none, and the error."""
+    error: Exception | None = None
+    try:
+        data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    except Exception as caught:
+        error = caught
+        data = pickle.dumps(_Unpickled(f"{type(caught).__name__}: {caught}"), pickle.HIGHEST_PROTOCOL)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), error
+
+
+def _checked(found: Sequence[Any], error: Exception | None) -> list[Any]:
+    """The objects of all ranks; raises this rank's own ``error``, or names the ranks that could not pickle theirs."""
+    if error is not None:
+        raise error
+    if failed := {rank: one.reason for rank, one in enumerate(found) if isinstance(one, _Unpickled)}:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
+        raise CollectiveError(f"objects that cannot be pickled were given to a collective, on {reasons}")
+    return list(found)
 
 
 def _as_object(data: torch.Tensor, length: int) -> Any:
