@@ -17,6 +17,7 @@ STEPS = 3
 LAYOUTS = {
     "single": (),
     "fsdp": ("dp_shard",),
+    "tp": ("tp",),
     "pp": ("pp",),
     "pp x tp": ("pp", "tp"),
     "pp x dp_shard": ("pp", "dp_shard"),
@@ -56,6 +57,8 @@ def run(
     save: str | None,
     accumulated: int = 1,
     make: Callable[[], Any] = gpt2,
+    *,
+    weighted: bool = False,
 ) -> dict[str, Any]:
     """Trains from a checkpoint or from the beginning, and returns the losses and the full state."""
     accelerator = accelerator_of(layout, gradient_accumulation_steps=accumulated)
@@ -68,10 +71,10 @@ def run(
         accelerator.load_state(load)
         first = STEPS
     losses = []
-    for batch in islice(batches(first), steps):
+    for number, batch in enumerate(islice(batches(first), steps), first):
         with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
+            loss, weight = model(**batch).loss, number % 3 + 1
+            accelerator.backward(loss * weight if weighted else loss, weight=weight if weighted else None)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -121,6 +124,19 @@ def test_training_goes_on_in_another_layout(
     for one in found:
         assert one["losses"] == pytest.approx(expected["losses"][STEPS:], rel=1e-10)
     assert found[0]["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(found[0]["state"][name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("before", "after"), [("single", "pp"), ("tp", "single"), ("pp", "tp")])
+def test_a_window_of_weighted_losses_goes_on_in_another_layout(
+    rank_pool: RankPool, tmp_path: Any, before: str, after: str
+) -> None:
+    expected = rank_pool.run(run, "single", 2 * STEPS, None, None, 2, weighted=True, ranks=1)[0]
+    folder = str(tmp_path / "saved")
+    rank_pool.run(run, before, STEPS, None, folder, 2, weighted=True, ranks=2 ** len(LAYOUTS[before]))
+    found = rank_pool.run(run, after, STEPS, folder, None, 2, weighted=True, ranks=2 ** len(LAYOUTS[after]))
     for name, value in expected["state"].items():
         torch.testing.assert_close(found[0]["state"][name], value, rtol=1e-9, atol=1e-12)
 

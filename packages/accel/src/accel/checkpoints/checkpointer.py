@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoints.gradients import (
     collected_gradients,
+    data_shards,
     has_gradients_of_later_steps,
     uncleared_optimizers,
     zero_gradients,
@@ -415,13 +416,13 @@ class Checkpointer:
 
     def train_state(self, options: LoadOptions = LoadOptions()) -> TrainState:  # noqa: B008 (frozen)
         backend, known, strict = self._strategy.backend, self._prepared, options.strict
-        inner = known.inner_optimizers
         state = TrainState()
         state.add("model", [ModelState(backend, model, strict) for model in known.models])
-        state.add("optimizer", [OptimizerState(backend, one, known.models, strict) for one in inner])
+        state.add("optimizer", [OptimizerState(backend, one, known.models, strict) for one in known.inner_optimizers])
         state.add("scheduler", known.schedulers)
         state.add("loader", [LoaderState(loader, options.allow_changed_data) for loader in known.loaders])
         state.add("scaler", backend.states.loss_scales)
+        self._clock.copies = backend.gradients.ranks / data_shards(backend)
         state.add("clock", [self._clock])
         return state.add("custom", known.custom)
 

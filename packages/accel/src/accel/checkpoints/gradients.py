@@ -1,5 +1,6 @@
 """Gradients in a checkpoint: those of open windows with the weights of their losses, and those of later steps."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,17 @@ def collected_gradients(
         for name in of_model:
             held[position].pop(name, None)
     if weights := clock.weights():
-        found[WEIGHTS] = weights
+        share = data_shards(backend) / backend.session.world_size
+        found[WEIGHTS] = {text: weight * share for text, weight in weights.items()}
     return found
+
+
+def data_shards(backend: "Backend") -> int:
+    """Number of ranks that weigh different tokens. The weights that all ranks save add up to those of these."""
+    shared = dict(backend.layout.shared_degrees)
+    if backend.layout.sequence_group is not None:  # loaders shard sequences, and ranks weigh their own tokens
+        del shared["sp"]
+    return backend.session.world_size // math.prod(shared.values())
 
 
 def set_zeros(prepared: "PreparedObjects", names: Mapping[str, Collection[str]]) -> None:

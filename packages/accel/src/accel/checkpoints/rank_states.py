@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
 
-from accel.checkpoints.gradients import WEIGHTS, ZEROS, set_zeros
+from accel.checkpoints.gradients import WEIGHTS, ZEROS, data_shards, set_zeros
 from accel.checkpoints.load_report import RNG, LoadOptions
 from accel.checkpoints.run_facts import SEED_KEY
 from accel_backends.roles import unreduced_gradients
@@ -72,7 +72,7 @@ class RankStates:
             rank=session.rank,
             world_size=session.world_size,
         )
-        return cls(options, rng, seed, gradients, zeros, _weights(checkpoint, session))
+        return cls(options, rng, seed, gradients, zeros, _weights(checkpoint, backend))
 
     def restore(
         self, checkpoint: "Checkpoint", backend: "Backend", prepared: "PreparedObjects", clock: "StepClock"
@@ -134,12 +134,13 @@ def _random_state(
     return None, seed
 
 
-def _weights(checkpoint: "Checkpoint", session: "Session") -> dict[str, float]:
-    """Weights of this rank in open windows; on another number of ranks, as the gradients, rank 0 takes the sum."""
-    same = checkpoint.world_size == session.world_size
+def _weights(checkpoint: "Checkpoint", backend: "Backend") -> dict[str, float]:
+    """Weights of this rank in open windows: its own, or on other ranks, or where ranks share samples, a part of all."""
+    ranks, shards = backend.session.world_size, data_shards(backend)
+    same = checkpoint.world_size == ranks == shards
     totals: dict[str, float] = {}
-    for source in [session.rank] if same else range(checkpoint.world_size):
+    for source in [backend.session.rank] if same else range(checkpoint.world_size):
         found: Any = checkpoint.read_local(WEIGHTS, source)
         for text, weight in (found or {}).items():
             totals[text] = totals.get(text, 0.0) + weight
-    return totals if same or session.rank == 0 else dict.fromkeys(totals, 0.0)
+    return totals if same else {text: total / shards for text, total in totals.items()}

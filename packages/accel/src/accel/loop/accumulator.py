@@ -114,6 +114,7 @@ class StepClock:
             The next ``zero_grad`` of each clears, unless its ``step`` is called before.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
             of a stream), or has gradients of one before; nearly always 1.0.
+        copies: ranks that average gradients for each that reads other samples, by which saved divisors are divided.
     """
 
     __slots__ = (
@@ -121,6 +122,7 @@ class StepClock:
         "_windows",
         "claimed",
         "complete",
+        "copies",
         "correction",
         "due",
         "era",
@@ -140,7 +142,7 @@ class StepClock:
         self.plugin = plugin
         self.due = True
         self.share = 1.0 / plugin.num_steps
-        self.correction = 1.0
+        self.correction = self.copies = 1.0
         self._loaders: list[weakref.ref[ActiveLoader]] = []
         self.unclaimed = False
         self.unstepped = False
@@ -351,7 +353,7 @@ class StepClock:
         windows = self.windows()
         steps = {text: [window.step, window.position, window.size] for text, window in windows.items()}
         divisors = {
-            text: [None if one is None else float(one) for one in (window.denominator, window.reference)]
+            text: [None if one is None else float(one) / self.copies for one in (window.denominator, window.reference)]
             for text, window in windows.items()
             if window.reference is not None
         }
@@ -372,7 +374,8 @@ class StepClock:
             window = self._windows.setdefault(key, AccumulationWindow())
             self.claimed.update(key)
             window.step, window.position, window.size = step, position, size
-            window.denominator, window.reference = divisors.get(text, (None, None))
+            saved = divisors.get(text, (None, None))
+            window.denominator, window.reference = (None if one is None else one * self.copies for one in saved)
             window.unreduced = window.open
         self.window = self._windows[()]
         self.resumed = self.open
