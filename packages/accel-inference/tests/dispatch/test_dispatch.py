@@ -175,6 +175,23 @@ def test_what_would_convert_or_move_offloaded_weights_is_refused(model, convert,
     assert torch.equal(model.half().float()(X), copy.deepcopy(model)(X))
 
 
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload, dispatch_model])
+def test_a_state_dict_is_loaded_into_offloaded_weights_or_refused(model, offload, tmp_path):
+    given = {name: 2 * value for name, value in model.state_dict().items()}
+    options = {cpu_offload: (), disk_offload: (tmp_path,), dispatch_model: (HALF,)}
+    offload(model, *options[offload], **({"offload_dir": tmp_path} if offload is dispatch_model else {}))
+    before = model(X)
+    with pytest.raises(RuntimeError, match=r"does not reach weights that are offloaded: linear1\.weight"):
+        model.load_state_dict(given)
+    assert torch.equal(model(X), before)
+    model.load_state_dict(given, assign=True)
+    assigned = model(X)
+    assert not torch.equal(assigned, before)
+    remove_hook_from_submodules(model)
+    model.load_state_dict(given)
+    assert torch.equal(model(X), assigned)
+
+
 def test_a_deep_copy_computes_by_itself(model, tmp_path):
     expected = model(X)
     dispatch_model(model, HALF, offload_dir=tmp_path)

@@ -1,14 +1,14 @@
-"""Methods of an offloaded model in place of those that move or convert it, and of the one that saves it."""
+"""Methods of an offloaded model in place of those that move or convert it, and of those that save and load it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from logging import getLogger
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel_inference.hooks.hook import CASTS, MOVES, REPLACED
+from accel_inference.hooks.hook import CASTS, REPLACED
 from accel_inference.private import names_device
 
 _LOG = getLogger("accelerate.big_modeling")
@@ -21,11 +21,12 @@ def guard_moves(model: nn.Module) -> None:
     """Gives a model own methods in place of ``REPLACED``.
 
     Moves and casts warn, or are refused if weights are offloaded, because they would reach the placeholders on the meta
-    device only. ``save_pretrained`` reads offloaded weights.
+    device only; so is ``load_state_dict`` where it copies. ``save_pretrained`` reads offloaded weights.
     """
+    others = {"save_pretrained": _save, "load_state_dict": _load}
     for name in REPLACED:
         if hasattr(type(model), name):
-            own: Callable[..., Any] = functools.partial(_move if name in MOVES else _save, model, name)
+            own: Callable[..., Any] = functools.partial(others.get(name, _move), model, name)
             model.__dict__[name] = functools.update_wrapper(own, getattr(model, name))
 
 
@@ -39,6 +40,20 @@ def _save(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     finally:
         if unmapped:
             del model.__dict__["hf_device_map"]
+
+
+def _load(model: nn.Module, name: str, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Loads a state dict unless values for offloaded weights would be copied into placeholders, and lost."""
+    assign = kwargs.get("assign", args[1] if len(args) > 1 else False)
+    state = () if assign else model.state_dict(keep_vars=True).items()
+    lost = [key for key, one in state if key in state_dict and isinstance(one, torch.Tensor) and one.is_meta]
+    if lost:
+        raise RuntimeError(
+            f"load_state_dict() does not reach weights that are offloaded: {', '.join(lost[:8])}. Nearest: "
+            "assign=True, which keeps the new values in memory; remove_hook_from_submodules(model) first; or "
+            "load_checkpoint_and_dispatch"
+        )
+    return getattr(type(model), name)(model, state_dict, *args, **kwargs)
 
 
 def _move(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:

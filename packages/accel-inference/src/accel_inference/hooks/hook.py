@@ -18,7 +18,7 @@ CASTS = ("float", "double", "half", "bfloat16", "type")
 """Methods that change the dtype of a module's tensors."""
 MOVES = ("to", "cpu", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu", "to_empty", "share_memory", *CASTS)
 """Methods that move or convert a module; a dispatched or offloaded model has its own in their place."""
-REPLACED = (*MOVES, "save_pretrained")
+REPLACED = (*MOVES, "save_pretrained", "load_state_dict")
 """All methods in whose place such a model has its own."""
 
 
