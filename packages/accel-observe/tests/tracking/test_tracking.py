@@ -433,7 +433,7 @@ def test_what_a_dead_tracker_could_not_be_given_waits_in_a_file(tmp_path: Path) 
     deliver(Kept({"start": 10_000}), [{"loss": torch.tensor(0.5)}, {"loss": math.inf}], tmp_path)
     spool = Spool(tmp_path / "undelivered-kept.jsonl")
     waiting = spool.take()
-    assert [(entry.values, entry.step) for entry in waiting] == [({"loss": 0.5}, 0), ({"loss": "inf"}, 1)]
+    assert [(entry.values, entry.step) for entry in waiting] == [({"loss": 0.5}, 0), ({"loss": math.inf}, 1)]
     assert not spool.path.exists()
 
 

@@ -1,5 +1,6 @@
 """Models on the meta device that get their weights from a checkpoint: one copy on every rank, and the same training."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,12 @@ def trained(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tenso
     "strategy", [pytest.param("single", marks=pytest.mark.ranks(1)), pytest.param("ddp", marks=pytest.mark.ranks(2))]
 )
 def test_a_model_gets_its_weights_without_a_second_copy(strategy: str, tmp_path: Path) -> None:
-    save_file(build().state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    folder = tmp_path / str(os.getpid())  # each rank's own
+    folder.mkdir()
+    save_file(build().state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     with init_empty_weights():
         model = build()
-    peak = peak_allocated(lambda: load_checkpoint_in_model(model, tmp_path))
+    peak = peak_allocated(lambda: load_checkpoint_in_model(model, folder))
     assert BLOCKS * LARGEST <= peak < (BLOCKS + 1) * LARGEST
     accelerator = Accelerator(cpu=True, strategy=strategy)
     found, expected = (trained(accelerator, one) for one in (model, build()))
