@@ -6,6 +6,7 @@ from torch import nn
 from accel_backends.parallel.derive import derive_plan
 from accel_backends.parallel.plan import model_plan
 from accel_backends.parallel.styles import STYLES, FusedColwise, LocalSizes
+from accel_backends.parallel.tensor_parallel import check_tensor_parallel
 from accel_state.errors import PrepareError
 from accel_testing.equivalence.causal_lms import tiny_gpt2
 
@@ -80,6 +81,20 @@ def test_vocabularies_that_do_not_divide_are_replicated():
     plan = derive_plan(llama(), 3)
     assert styles(plan)["lm_head"] == STYLES["replicate"]
     assert "3 ranks do not divide a vocabulary of 64" in str(plan)
+
+
+def test_a_head_whose_bias_or_weight_is_elsewhere_too_is_replicated():
+    model = llama(tie=True)
+    model.get_output_embeddings().bias = model.bias = nn.Parameter(model.lm_head.weight[:, 0].detach())
+    plan = derive_plan(model, 2)
+    assert styles(plan)["lm_head"] == STYLES["replicate"]
+    assert "model.embed_tokens" not in styles(plan)
+    check_tensor_parallel(model, 2, "derive")
+
+
+def test_a_plan_that_replicates_everything_is_refused():
+    with pytest.raises(PrepareError, match="every rank would compute all of it"):
+        check_tensor_parallel(Attention(extra=nn.RMSNorm(16)), 2, "derive")
 
 
 def test_sequential_needs_pointwise_modules_between():

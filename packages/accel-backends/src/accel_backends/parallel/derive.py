@@ -224,8 +224,18 @@ def _embedding_and_head(model: nn.Module, size: int, *, loss_parallel: bool) -> 
     if head is None or matrix is None or id(head) not in names:
         return
     tied = embedding is not None and embedding._parameters.get("weight") is head._parameters.get("weight")
-    if matrix.outputs % size:
+    own = {id(parameter) for parameter in head.parameters()}
+    others = [
+        name
+        for name, module in model.named_modules()
+        if module is not head
+        and module is not embedding
+        and any(id(parameter) in own for parameter in module.parameters(recurse=False))
+    ]
+    if others or matrix.outputs % size:
         reason = f"replicated: {size} ranks do not divide a vocabulary of {matrix.outputs}"
+        if others:
+            reason = f"replicated: {', '.join(others)} has a parameter of the head, too"
         yield names[id(head)], STYLES["replicate"], reason
         return
     yield names[id(head)], Colwise("dtensor" if loss_parallel else "full"), "head, sharded over the vocabulary"

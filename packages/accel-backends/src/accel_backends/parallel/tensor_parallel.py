@@ -116,7 +116,7 @@ def _checked(
                 "before fully_shard, and once"
             )
     places = plan.modules(model)
-    if given == "derive" and size > 1 and not places:
+    if given == "derive" and size > 1 and all(choice.style == STYLES["replicate"] for *_, choice in places):
         raise PrepareError(
             f"{type(model).__name__} has no attention, feed-forward network, embedding or head that plan='derive' "
             f"knows and {size} tensor-parallel ranks divide, so every rank would compute all of it; nearest: "
