@@ -155,6 +155,22 @@ def test_the_norm_of_dtensors_is_that_of_full_tensors(rank, world_size, norm_typ
         torch.testing.assert_close(gradient, other.grad, rtol=1e-12, atol=0)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_every_rank_has_the_norm_of_a_gradient_that_is_not_finite_on_one(rank, world_size, norm_type, bad):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    for row in range(world_size):
+        full = torch.ones(world_size, 3)
+        full[row, 1] = bad
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(full), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(full, mesh, [Shard(0)])
+        assert repr(float(clip_grad_norm([parameter], 1.0, norm_type))) == repr(bad)
+
+
 @pytest.mark.ranks(4)
 def test_the_norm_over_a_two_dimensional_mesh(rank, world_size):
     from torch.distributed.device_mesh import init_device_mesh

@@ -273,11 +273,16 @@ def norm_over(groups: Iterable[Any], norm: torch.Tensor, norm_type: float) -> to
     """
     import torch.distributed as dist
 
-    largest = norm_type == math.inf
-    part = norm.clone() if largest else norm**norm_type
+    if norm_type != math.inf:
+        part = norm**norm_type
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        return part ** (1.0 / norm_type)
+    # Whether a norm is nan goes beside it, because the larger of nan and a number may be the number.
+    both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(norm.dtype)])
     for group in groups:
-        dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    return part if largest else part ** (1.0 / norm_type)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 def _scale_down(places: Places, total: torch.Tensor, max_norm: float) -> None:
