@@ -17,8 +17,8 @@ TRANSLATED: dict[type, type] = {
 
 
 def translate(handler: Any) -> Any:
-    """Returns accel's options with the values of Accelerate's."""
-    kind = TRANSLATED[type(handler)]
+    """Returns accel's options with the values of Accelerate's, also of a subclass."""
+    kind = next(kind for given, kind in TRANSLATED.items() if isinstance(handler, given))
     names = {one.name for one in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in vars(handler).items() if name in names})
 
@@ -48,7 +48,7 @@ def open_backend(
             "project_dir": None,
         },
         accumulation=None,
-        handlers=[translate(one) for one in handlers if type(one) in TRANSLATED],
+        handlers=[translate(one) for one in handlers if isinstance(one, tuple(TRANSLATED))],
         loading=(None, None),
         parallelism=parallelism,
         project=None,
