@@ -21,7 +21,7 @@ from accel_state import (
     purge_accelerate_environment,
     str_to_bool,
 )
-from accel_state.environment import usable_cpus
+from accel_state.environment import available_cpus, usable_cpus
 
 
 @pytest.mark.parametrize("text", ["y", "YES", "t", "True", "on", "1"])
@@ -177,3 +177,34 @@ def test_usable_cpus_are_those_of_the_affinity_and_all_where_there_is_none(monke
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert usable_cpus() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 3),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+        ("0::/pod/container\n", {"pod/cpu.max": "400000 100000\n", "pod/container/cpu.max": "max 100000\n"}, 4),
+        ("3:cpuset:/\n2:cpu,cpuacct:/docker/1\n", {"cpu,cpuacct/cpu.cfs_quota_us": "200000\n"}, 2),
+        ("2:cpu:/docker/1\n", {"cpu/docker/1/cpu.cfs_quota_us": "-1\n"}, 8),
+        ("3:cpuset:/\n", {"cpu.max": "100000 100000\n"}, 8),
+        ("", {}, 8),
+    ],
+    ids=["v2", "half", "no limit", "outer group", "v1", "v1 without limit", "other controller", "no groups"],
+)
+def test_cpus_are_limited_by_the_quotas_of_control_groups(tmp_path, monkeypatch, groups, files, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, content in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+        if "quota" in name:
+            file.with_name("cpu.cfs_period_us").write_text("100000\n")
+    assert available_cpus(tmp_path) == expected
+
+
+def test_without_control_groups_cpus_are_those_of_the_affinity(tmp_path):
+    assert available_cpus(tmp_path) == len(usable_cpus())

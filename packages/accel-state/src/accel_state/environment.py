@@ -6,11 +6,13 @@ Only this module reads or writes ``os.environ`` itself; the rest of accel receiv
 import functools
 import inspect
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, final
 
 _LOG = logging.getLogger(__name__)
@@ -191,6 +193,44 @@ def usable_cpus() -> list[int]:
     """Returns the numbers of the CPUs that this process may use: its affinity, or all where there is no affinity."""
     affinity = getattr(os, "sched_getaffinity", None)
     return sorted(affinity(0)) if affinity is not None else list(range(os.cpu_count() or 1))
+
+
+def available_cpus(root: Path = Path("/")) -> int:
+    """Returns the number of CPUs whose time this process may use.
+
+    That is the number of ``usable_cpus``, or less if a control group has a quota, rounded up (a limit of Kubernetes,
+    ``docker --cpus``). ``root``: where ``proc`` and ``sys`` are.
+
+    Source: ``cpu.max`` in the kernel's cgroup-v2.rst; ``cpu.cfs_quota_us`` in its sched-bwc.rst.
+    """
+    quotas = [quota for folder in _cpu_groups(root) if (quota := _cpu_quota(folder)) is not None]
+    return max(1, math.ceil(min([len(usable_cpus()), *quotas])))
+
+
+def _cpu_groups(root: Path) -> Iterator[Path]:
+    """Yields folders of the control groups of this process and of those around them, which may not exist."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):  # version 2, or the controller of version 1
+            for group in (own := PurePosixPath(path), *own.parents):
+                for mount in (mounts, mounts / (controllers or "unified"), mounts / "cpu"):
+                    yield mount / group.relative_to("/")
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """CPUs that a control group grants; None if it sets no limit."""
+    with suppress(OSError, ValueError):  # "max" is no limit
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else None
+    return None
 
 
 def get_current_device_type() -> tuple[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from socket import gethostname
 from typing import final
 
-from accel_state.environment import usable_cpus
+from accel_state.environment import available_cpus, usable_cpus
 
 _Job = Callable[[], None]
 
@@ -43,7 +43,7 @@ class Seat:
 
 def default_threads() -> int:
     """Returns a number of threads that keeps a disk busy, at most the number of usable CPUs."""
-    return max(1, min(4, len(usable_cpus())))
+    return min(4, available_cpus())
 
 
 def run_jobs(jobs: Iterable[_Job], threads: int | None = None, *, pool: ThreadPoolExecutor | None = None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accel_inference.weights.sources import FileWeight, Weight
 from accel_state.device.huge_pages import new_tensor
-from accel_state.environment import usable_cpus
+from accel_state.environment import available_cpus
 
 _MOST_THREADS = 4
 _SMALL = 2**20
@@ -78,4 +78,4 @@ def _result(read: "Weight | Future[Tensor]") -> Tensor:
 
 
 def _threads() -> int:
-    return max(1, min(_MOST_THREADS, len(usable_cpus())))
+    return min(_MOST_THREADS, available_cpus())

@@ -12,7 +12,7 @@ from typing import final
 from accel_launch.config.model import AccelConfig
 from accel_launch.config.setting import nearest
 from accel_launch.launch.checks import machine_range
-from accel_state.environment import usable_cpus
+from accel_state.environment import available_cpus
 from accel_state.errors import LaunchError
 
 # CUDA (also under WSL), ROCm, Intel graphics, Habana and TPU, Meta.
@@ -43,7 +43,7 @@ def read_host(config: AccelConfig) -> HostFacts:
     """
     one_process = config.num_processes == 1 and not config.multi_gpu and config.gpu_ids is None
     kind, count = (None, 0) if config.cpu or config.tpu or one_process else _accelerators()
-    return HostFacts(sys.executable, len(usable_cpus()), kind, count, _shared_interface(config))
+    return HostFacts(sys.executable, available_cpus(), kind, count, _shared_interface(config))
 
 
 def count_accelerators() -> int:

@@ -12,7 +12,7 @@ import torch
 
 from accel_state.collectives.group_argument import GLOO_SETTLES, is_fake
 from accel_state.device.device import Device
-from accel_state.environment import parse_flag, usable_cpus
+from accel_state.environment import available_cpus, parse_flag
 from accel_state.errors import SessionError
 from accel_state.private import backends_by_device, new_group, timeout_of
 from accel_state.process_group.torch_log import no_warnings
@@ -108,7 +108,7 @@ def prepare_process(topology: Topology, device: Device, env: Mapping[str, str]) 
     if parse_flag(env, "ACCELERATE_CPU_AFFINITY"):
         device.keep_to_near_cores()
     if device.type == "cpu" and topology.local_world_size > 1 and not env.get("OMP_NUM_THREADS"):
-        share = max(1, len(usable_cpus()) // topology.local_world_size)
+        share = max(1, available_cpus() // topology.local_world_size)
         torch.set_num_threads(min(share, torch.get_num_threads()))
     device.check_connections(env)
 
