@@ -20,8 +20,8 @@ _TARGETS = {"float": torch.float32, "double": torch.float64, "half": torch.float
 def guard_moves(model: nn.Module) -> None:
     """Gives a model own methods in place of ``REPLACED``.
 
-    Moves and casts warn, or are refused if weights are offloaded, because they would reach the placeholders on the meta
-    device only; so is ``load_state_dict`` where it copies. ``save_pretrained`` reads offloaded weights.
+    Moves and casts warn. If weights are offloaded they are refused, and so is a ``load_state_dict`` that copies: they
+    would change the placeholders on the meta device only. ``save_pretrained`` reads offloaded weights.
     """
     others = {"save_pretrained": _save, "load_state_dict": _load}
     for name in REPLACED:
@@ -43,7 +43,11 @@ def _save(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _load(model: nn.Module, name: str, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Loads a state dict unless values for offloaded weights would be copied into placeholders, and lost."""
+    """Loads a state dict.
+
+    Raises:
+        RuntimeError: values of offloaded weights would be copied into placeholders on the meta device, and lost.
+    """
     assign = kwargs.get("assign", args[1] if len(args) > 1 else False)
     state = () if assign else model.state_dict(keep_vars=True).items()
     lost = [key for key, one in state if key in state_dict and isinstance(one, torch.Tensor) and one.is_meta]

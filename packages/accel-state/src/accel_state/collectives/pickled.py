@@ -92,10 +92,7 @@ def broadcast_pickled(obj: Any, source: int, group: "ProcessGroup") -> Any:
     dist.broadcast(data, group=group, group_src=source)
     if sends:
         return _checked([obj], error)[0]
-    found = _as_object(data.cpu(), data.numel())
-    if isinstance(found, _Unpickled):
-        raise CollectiveError(f"rank {source} broadcasts an object that cannot be pickled: {found.reason}")
-    return found
+    return _received(data, source)
 
 
 def send_pickled(obj: Any, destination: int, group: "ProcessGroup") -> None:
@@ -117,10 +114,7 @@ def receive_pickled(source: int, group: "ProcessGroup") -> Any:
     dist.recv(size, group=group, group_src=source)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.recv(data, group=group, group_src=source)
-    found = _as_object(data.cpu(), data.numel())
-    if isinstance(found, _Unpickled):
-        raise CollectiveError(f"rank {source} sends an object that cannot be pickled: {found.reason}")
-    return found
+    return _received(data, source)
 
 
 def _gathered(row: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -141,6 +135,14 @@ def _pickled(obj: Any) -> tuple[torch.Tensor, Exception | None]:
         error = caught
         data = pickle.dumps(_Unpickled(f"{type(caught).__name__}: {caught}"), pickle.HIGHEST_PROTOCOL)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8), error
+
+
+def _received(data: torch.Tensor, source: int) -> Any:
+    """The object of rank ``source``; raises if that rank could not pickle it."""
+    found = _as_object(data.cpu(), data.numel())
+    if isinstance(found, _Unpickled):
+        raise CollectiveError(f"rank {source} sends an object that cannot be pickled: {found.reason}")
+    return found
 
 
 def _checked(found: Sequence[Any], error: Exception | None) -> list[Any]:

@@ -12,8 +12,7 @@ class AccumulationWindow:
     Attributes:
         step: micro-batches since a loader last ended.
         position: micro-batches of this window so far, of the expected ``size``.
-        left: share of windows that a loader had planned, and whose passes were left inside them: this one has their
-            gradients too.
+        left: share of an earlier planned window whose pass ended inside it; its gradients are added to this window's.
         weight: sum of the weights given on this rank; None: none yet. A number, as the two divisors, if it was loaded.
         denominator: divisor of summed losses in this window so far.
         reference: the denominator with which the next window starts.
