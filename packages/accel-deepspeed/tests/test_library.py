@@ -11,12 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from accel_deepspeed.engine.optimizers import on_host
 from accel_deepspeed.library import (
     build_operation,
     compiler_problem,
     drop_stale_lock,
     forget_module,
+    known_processor,
     library,
     local_rank,
     own_ninja,
@@ -84,6 +87,21 @@ def test_the_ninja_beside_python_is_found_first(tmp_path: Path) -> None:
         with own_ninja():
             assert shutil.which("ninja") == beside
         assert shutil.which("ninja") == str(tmp_path / "ninja")
+
+
+@needs_deepspeed
+@pytest.mark.ranks(1)
+def test_host_optimizers_look_at_the_processor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cpuinfo
+    from cpuinfo import cpuinfo as implementation
+
+    with known_processor():
+        known = cpuinfo.get_cpu_info()
+    monkeypatch.setattr(implementation, "get_cpu_info_json", lambda: pytest.fail("another look"))
+    on_host(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]))
+    with known_processor():
+        assert cpuinfo.get_cpu_info() is known
+    assert cpuinfo.get_cpu_info is implementation.get_cpu_info
 
 
 def test_only_the_lock_of_a_build_that_was_killed_is_removed(tmp_path: Path) -> None:

@@ -62,8 +62,10 @@ def run(scenarios: tuple[str, ...], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run(SAMPLE, tmp_path_factory.mktemp("sample"))
+def sampled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What was said in the scenarios of the tests that were selected."""
+    selected = {item.callspec.params["scenario"] for item in request.session.items if "sampled" in item.fixturenames}
+    return run(tuple(one for one in SAMPLE if one in selected), tmp_path_factory.mktemp("sample"))
 
 
 @pytest.mark.parametrize("scenario", SAMPLE)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -238,6 +239,31 @@ def own_ninja() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def known_processor() -> Iterator[None]:
+    """Context in which DeepSpeed has py-cpuinfo look at the processor once per process.
+
+    A look takes more than a second, in a process of its own, and one optimizer on the host takes three of them.
+    """
+    try:
+        import cpuinfo
+    except ImportError:  # DeepSpeed then reads lscpu
+        yield
+        return
+    before, cpuinfo.get_cpu_info = cpuinfo.get_cpu_info, _processor
+    try:
+        yield
+    finally:
+        cpuinfo.get_cpu_info = before
+
+
+@cache
+def _processor() -> Any:
+    from cpuinfo import cpuinfo
+
+    return cpuinfo.get_cpu_info()
+
+
 def build_operation(name: str) -> Any:
     """Compiles and loads an op (``CPUAdamBuilder``, for example), or loads it if it was compiled before.
 
@@ -257,7 +283,7 @@ def build_operation(name: str) -> Any:
     if drop_stale_lock(folder):
         logging.getLogger(__name__).warning("removed the lock that a killed build had left in %s", folder)
     instead = f"install {_INSTEAD.get(name, _INSTEAD_OF_OPTIMIZER)}"
-    with own_ninja():
+    with own_ninja(), known_processor():
         problem = None if (folder / f"{builder.name}.so").exists() else compiler_problem()
         if problem is not None:
             raise BackendError(f"DeepSpeed's operation {builder.name} has to be compiled, and {problem}; {instead}")

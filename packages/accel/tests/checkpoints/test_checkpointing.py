@@ -175,14 +175,6 @@ def elastic_run(folder: str, steps: int, *, save_at: int | None = None, load: bo
     return seen, weights
 
 
-@pytest.fixture(scope="module")
-def pool():
-    from accel_testing.ranks.pool import RankPool
-
-    with RankPool(4) as ranks:
-        yield ranks
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saving", "loading"),
@@ -194,10 +186,10 @@ def pool():
         pytest.param(3, 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_moves_between_numbers_of_processes(pool, tmp_path: Path, saving: int, loading: int) -> None:
-    expected, weights = pool.run(elastic_run, str(tmp_path), 20, ranks=1)[0]
-    first, _ = pool.run(elastic_run, str(tmp_path), 7, save_at=7, ranks=saving)[0]
-    results = pool.run(elastic_run, str(tmp_path), 13, load=True, ranks=loading)
+def test_a_run_moves_between_numbers_of_processes(rank_pool, tmp_path: Path, saving: int, loading: int) -> None:
+    expected, weights = rank_pool.run(elastic_run, str(tmp_path), 20, ranks=1)[0]
+    first, _ = rank_pool.run(elastic_run, str(tmp_path), 7, save_at=7, ranks=saving)[0]
+    results = rank_pool.run(elastic_run, str(tmp_path), 13, load=True, ranks=loading)
     assert first + results[0][0] == expected
     for _, mine in results:
         for name, value in weights.items():
@@ -225,14 +217,14 @@ def open_window_run(folder: str, *, load: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 1), (1, 2), (3, 2)])
-def test_an_open_window_goes_on_on_any_number_of_processes(pool, tmp_path: Path, saving: int, loading: int) -> None:
-    whole = pool.run(open_window_run, str(tmp_path), load=False, ranks=saving)[0]
-    for weights in pool.run(open_window_run, str(tmp_path), load=True, ranks=loading):
+def test_an_open_window_goes_on_on_any_number_of_processes(rank_pool, tmp_path: Path, saving: int, loading: int) -> None:
+    whole = rank_pool.run(open_window_run, str(tmp_path), load=False, ranks=saving)[0]
+    for weights in rank_pool.run(open_window_run, str(tmp_path), load=True, ranks=loading):
         for name, value in whole.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-14)
 
 
-def test_new_ranks_derive_their_random_state(pool, tmp_path: Path) -> None:
+def test_new_ranks_derive_their_random_state(rank_pool, tmp_path: Path) -> None:
     def draws(folder: str, *, load: bool) -> float:
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(nn.Linear(2, 2))
@@ -243,11 +235,11 @@ def test_new_ranks_derive_their_random_state(pool, tmp_path: Path) -> None:
             accelerator.save_state(Path(folder) / "rng")
         return torch.rand(()).item()
 
-    alone = pool.run(draws, str(tmp_path), load=False, ranks=1)[0]
-    first = pool.run(draws, str(tmp_path), load=True, ranks=3)
+    alone = rank_pool.run(draws, str(tmp_path), load=False, ranks=1)[0]
+    first = rank_pool.run(draws, str(tmp_path), load=True, ranks=3)
     assert first[0] == alone
     assert len(set(first)) == 3
-    assert pool.run(draws, str(tmp_path), load=True, ranks=3) == first
+    assert rank_pool.run(draws, str(tmp_path), load=True, ranks=3) == first
 
 
 # Series of checkpoints

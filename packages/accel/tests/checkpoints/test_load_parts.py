@@ -363,25 +363,17 @@ def differing(folder: str, *, load: bool, fixed: bool, **options: object) -> tup
     return lines, [record.getMessage().removeprefix("a: ") for record in records if record.levelno >= logging.WARNING]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    from accel_testing.ranks.pool import RankPool
-
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.sampled(1)
-def test_the_number_of_processes_is_a_warning_where_it_changes_the_batches(pool, tmp_path: Path, fixed: bool) -> None:
-    pool.run(differing, str(tmp_path), load=False, fixed=fixed, ranks=2)
+def test_the_number_of_processes_is_a_warning_where_it_changes_the_batches(rank_pool, tmp_path: Path, fixed: bool) -> None:
+    rank_pool.run(differing, str(tmp_path), load=False, fixed=fixed, ranks=2)
     line = "number of processes is 1 here and was 2 when it was saved"
     strategy = "strategy is single here and was ddp when it was saved"
-    assert pool.run(differing, str(tmp_path), load=True, fixed=fixed, ranks=1)[0] == (
+    assert rank_pool.run(differing, str(tmp_path), load=True, fixed=fixed, ranks=1)[0] == (
         [line, strategy],
         [] if fixed else [line],
     )
-    assert [lines for lines, _ in pool.run(differing, str(tmp_path), load=True, fixed=fixed, ranks=2)] == [[], []]
+    assert [lines for lines, _ in rank_pool.run(differing, str(tmp_path), load=True, fixed=fixed, ranks=2)] == [[], []]
 
 
 def test_settings_that_change_the_numbers_are_warnings(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from accel_backends.ops.optimizer_support import ON_HOST, steps_by_element
 from accel_deepspeed.config.ds_json import ZERO, find
 from accel_deepspeed.config.dummies import DummyOptim, DummyScheduler
-from accel_deepspeed.library import build_operation
+from accel_deepspeed.library import build_operation, known_processor
 from accel_state.errors import PrepareError
 
 _OPTIONS = {"lr", "betas", "eps", "weight_decay", "amsgrad", "initial_lr", "param_names", "lr_decay"}
@@ -139,7 +139,8 @@ def on_host(optimizer: Optimizer) -> Optimizer:
     for group in groups:
         group["lr"] = float(group["lr"])
     options = {"adamw_mode": kind == "AdamW"} if name == "DeepSpeedCPUAdam" else {}
-    made: Optimizer = getattr(import_module(module), name)(groups, **options)
+    with known_processor():
+        made: Optimizer = getattr(import_module(module), name)(groups, **options)
     return made
 
 
