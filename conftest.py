@@ -1,5 +1,6 @@
 """Order and selection of tests: the longest first; samples of heavy repetitions, slow tests and tests in ranks."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,12 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         sys.dont_write_bytecode = before
+
+
+def pytest_collection_finish() -> None:
+    """Excludes what collection made, a million objects, from the garbage collections of the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -156,17 +156,17 @@ def test_a_model_axis_equals_one_process(rank_pool: RankPool, program: Callable[
     assert_equivalent(program, [layout], pool=rank_pool)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "layout"),
     [
         (wide_llama, "tp:4/fp64/acc=2"),
         (gpt2, "tp:4/fp64/acc=2/weighted"),
-        pytest.param(wide_llama, "tp:4/fp32", marks=pytest.mark.slow),
+        (wide_llama, "tp:4/fp32"),
         (llama, "cp:4/fp64/acc=2"),
         (gpt2, "cp:4/fp64/acc=2/short"),
         (balanced_mixtral, "cp:4/fp64"),
-        pytest.param(llama, "cp:4/fp32", marks=pytest.mark.slow),
+        (llama, "cp:4/fp32"),
     ],
 )
 def test_an_axis_of_four_ranks_equals_one_process(

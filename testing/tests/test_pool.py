@@ -232,14 +232,14 @@ def test_no_ranks_are_refused() -> None:
         RankPool(0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kill", "options", "processes"),
     [
         pytest.param(signal.SIGKILL, [], 4, id="SIGKILL"),
-        pytest.param(signal.SIGTERM, [], 4, id="SIGTERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, [], 4, id="SIGINT", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, ["--launcher=accel"], 3, id="SIGKILL-accel", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, [], 4, id="SIGTERM"),
+        pytest.param(signal.SIGINT, [], 4, id="SIGINT"),
+        pytest.param(signal.SIGKILL, ["--launcher=accel"], 3, id="SIGKILL-accel"),
         pytest.param(signal.SIGTERM, ["--launcher=torchrun"], 3, id="SIGTERM-torchrun"),
     ],
 )

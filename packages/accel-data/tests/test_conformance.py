@@ -336,7 +336,7 @@ def marked(cell: Cell) -> Any:
 
 
 @pytest.mark.parametrize("cell", [marked(cell) for cell in covering()])
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(12)
 def test_a_run_goes_on_exactly(rank: int, cell: Cell) -> None:
     cell.run(rank)
 

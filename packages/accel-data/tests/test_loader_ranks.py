@@ -232,6 +232,7 @@ def test_killed_ranks_are_resumed_by_others_without_loss(tmp_path, runs):
     check_killed(tmp_path, runs)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_two_killed_ranks_are_resumed_by_one(tmp_path):
     check_killed(tmp_path, [(2, 1, 3), (1, 1, 20)])
@@ -481,6 +482,7 @@ def test_a_rank_that_waits_for_one_that_failed_says_why(rank, world_size):
             list(alarm.heeding(iter([1, 2])))
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.ranks(2)
 def test_a_dead_worker_of_the_rank_that_reads_for_all_is_an_error_on_every_rank(rank, world_size):

@@ -254,13 +254,13 @@ def check(program: Program, folder: Path, rank: int, ranks: int) -> None:
             torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance, msg=str(program))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(200))
 def test_one_process_ends_with_the_weights_of_a_plain_loop(seed: int, tmp_path: Path) -> None:
     check(drawn(seed, [None]), tmp_path, 0, 1)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(200))
 @pytest.mark.ranks(2)
 def test_ranks_end_with_the_weights_of_a_plain_loop(rank: int, world_size: int, seed: int, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def open_backend(precision: str = "no", *, degrees: dict[str, int], **options: A
     return FSDPBackend(Run(session, PrecisionPolicy.parse(precision, device_type="cpu"), parallelism), config)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("num_experts", "shards"), [(4, ((1, 8, 8), (1, 8))), (2, ((1, 4, 8), (1, 4)))])
 def test_experts_that_shards_do_not_divide_are_sharded_over_their_rows(

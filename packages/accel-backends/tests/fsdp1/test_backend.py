@@ -40,7 +40,7 @@ def reference() -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "options",

@@ -149,6 +149,7 @@ def test_a_given_number_divides_the_sum_over_all_tokens(rank):
     assert float(loss) == float(model.weight.grad) / 2 == losses.sum() / 4
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_shards_of_sequences_may_be_fully_sharded_too(rank):
     """Two data-parallel ranks of two context-parallel ranks; parameters are sharded over all four."""

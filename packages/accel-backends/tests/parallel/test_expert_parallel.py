@@ -88,6 +88,7 @@ def test_ranks_whose_experts_have_no_tokens_take_part(rank):
     assert_trains_as_one_process("adamw", torch.float64, 1e-10, bias=starve)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_experts_may_be_fully_sharded_over_another_axis(rank):
     """Experts are sharded over two ranks each way, everything else over all four."""

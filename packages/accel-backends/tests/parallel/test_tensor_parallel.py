@@ -97,6 +97,7 @@ def test_logits_sharded_over_the_vocabulary_train_with_loss_parallel(rank):
     assert_states_equal(model, optimizer, expected, optimizers[0], 1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_accumulated_gradients_are_summed_once_and_replicas_have_the_same(rank, name):
@@ -266,7 +267,7 @@ def test_encoder_layer_of_torch_shards_its_feed_forward_network(rank):
     assert isinstance(model.linear1.weight, DTensor)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("name", "sequence_parallel"), [("qwen3", False), ("gpt2", False), ("llama tied", True)])
 def test_tensor_parallel_layers_may_be_fully_sharded(rank, name, sequence_parallel):

@@ -29,6 +29,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_program_that_ends_inside_a_dispatched_pass_ends_well(tmp_path):
     for number in range(2):  # it aborted in two runs of three

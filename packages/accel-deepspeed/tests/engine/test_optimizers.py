@@ -173,6 +173,7 @@ def test_float64_is_refused_on_every_rank_and_not_rounded(rank: int, stage: int,
         assert model.get_parameter("0.weight").dtype == torch.float32
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not (extensions_folder() / "cpu_adam").exists(), reason="DeepSpeed's cpu_adam is not built")
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", ["SequentialLR", "ChainedScheduler"])

@@ -2,9 +2,7 @@
 
 import gc
 import math
-import os
 import re
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,9 +170,8 @@ bundle = backend.prepare(Bundle([model], [momentum(model)]))
 def run_prepared(program: str, stage: int, *arguments: str, folder: Path) -> Any:
     """Runs a program on two ranks after ``PREPARED``."""
     script = folder / "program.py"
-    script.write_text(PREPARED + program)
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    return run_script(script, str(stage), *arguments, ranks=2, timeout=90, env={"PYTHONPATH": path})
+    script.write_text(f"import sys\n\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{PREPARED}{program}")
+    return run_script(script, str(stage), *arguments, ranks=2, timeout=90)
 
 
 APART = """

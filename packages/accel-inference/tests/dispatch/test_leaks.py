@@ -56,9 +56,9 @@ def counted(run, times):
     return resident(), len(gc.get_objects()), descriptors()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offloaded", [to_cpu, to_disk, by_map])
 @torch.no_grad()
-@pytest.mark.sampled(1)
 def test_a_hundred_forwards_leave_no_memory_objects_or_descriptors(offloaded, tmp_path):
     model, x = offloaded(tmp_path), torch.ones(1, WIDTH)
     counts = [counted(lambda: model(x), times) for times in (10, 100, 100, 100)]

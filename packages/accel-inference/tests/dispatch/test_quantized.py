@@ -249,10 +249,11 @@ print(memory("VmHWM:") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize(
     "options",
-    [BNB[0], AO[1], *(pytest.param(one, marks=pytest.mark.slow) for one in (BNB[1], AO[0], AO[2]))],
+    [*BNB, *AO],
     ids=str,
 )
 def test_a_sharded_checkpoint_is_quantized_without_a_copy_in_full_precision(options, tmp_path):

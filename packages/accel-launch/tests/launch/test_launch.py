@@ -550,6 +550,7 @@ def machines(
             process.communicate()
 
 
+@pytest.mark.slow
 def test_two_machines_form_one_job_and_restart_together(tmp_path: Path) -> None:
     with machines(tmp_path, "--max_restarts", "1", script=ALL_REDUCE, env={"FAILURES": "1"}) as made:
         outputs = [process.communicate(timeout=200) for process in made]
@@ -626,14 +627,8 @@ def test_a_foreign_answer_at_the_rendezvous_is_one_line_after_join_timeout(kind:
     assert "after 2 s (join_timeout)" in line
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_launcher_that_meets_something_foreign_can_be_ended(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SHOW)
     with foreign_server("silent") as port:

@@ -37,7 +37,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.rand(4, 1 + WIDTH, generator=torch.Generator().manual_seed(7 * step + rank)) + 0.5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("run", [pytest.param(run, marks=DEEPSPEED if "zero" in run else ()) for run in RUNS])
 @pytest.mark.parametrize("kind", ["spike", "nonfinite"])

@@ -523,6 +523,7 @@ def test_a_wait_for_a_device_is_in_the_record(record: Record) -> None:
     mine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, group=False)
 def test_a_busy_rank_that_waits_for_its_device_learns_that_its_peer_is_stopped(
     rank: int, monkeypatch: pytest.MonkeyPatch

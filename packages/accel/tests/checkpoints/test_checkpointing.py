@@ -217,7 +217,9 @@ def open_window_run(folder: str, *, load: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 1), (1, 2), (3, 2)])
-def test_an_open_window_goes_on_on_any_number_of_processes(rank_pool, tmp_path: Path, saving: int, loading: int) -> None:
+def test_an_open_window_goes_on_on_any_number_of_processes(
+    rank_pool, tmp_path: Path, saving: int, loading: int
+) -> None:
     whole = rank_pool.run(open_window_run, str(tmp_path), load=False, ranks=saving)[0]
     for weights in rank_pool.run(open_window_run, str(tmp_path), load=True, ranks=loading):
         for name, value in whole.items():

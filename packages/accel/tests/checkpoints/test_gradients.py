@@ -140,7 +140,7 @@ def test_resumed_ranks_have_the_gradients_of_later_steps(tmp_path: Path, strateg
     check_every_resumption(run, strategy, clears, tmp_path, range(2, 6))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("clears", ["before", "after", "after the save"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

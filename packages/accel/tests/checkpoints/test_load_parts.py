@@ -365,7 +365,9 @@ def differing(folder: str, *, load: bool, fixed: bool, **options: object) -> tup
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.sampled(1)
-def test_the_number_of_processes_is_a_warning_where_it_changes_the_batches(rank_pool, tmp_path: Path, fixed: bool) -> None:
+def test_the_number_of_processes_is_a_warning_where_it_changes_the_batches(
+    rank_pool, tmp_path: Path, fixed: bool
+) -> None:
     rank_pool.run(differing, str(tmp_path), load=False, fixed=fixed, ranks=2)
     line = "number of processes is 1 here and was 2 when it was saved"
     strategy = "strategy is single here and was ddp when it was saved"

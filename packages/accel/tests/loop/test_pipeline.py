@@ -69,11 +69,11 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("name", "degrees", "config"),
-    [*PRODUCTS[:2], *(pytest.param(*one, marks=pytest.mark.slow) for one in PRODUCTS[2:])],
+    PRODUCTS,
 )
 def test_sharded_stages(rank, name, degrees, config):
     assert_trains_as_one_process(name, degrees, config, accumulated=2, clip=0.5)

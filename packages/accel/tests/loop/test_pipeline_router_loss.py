@@ -74,7 +74,7 @@ def test_other_numbers_of_micro_batches(rank, count, monkeypatch):
     assert_equals_one_process(monkeypatch, {"pp_size": 2}, {"num_microbatches": count}, masked=False)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size", "ep_size", "tp_size", "cp_size", "sp_size"])
 def test_ranks_that_compute_on_other_tokens(rank, axis, monkeypatch):
