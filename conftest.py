@@ -24,8 +24,8 @@ LONGEST = (
 # torch's TCPStore asks for the name of each peer that connects, as an IPv6 address that /etc/hosts hardly ever has, and
 # serves nobody meanwhile: a name server that loses a query costs 5 s. No test needs one, so none is asked.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
-# Threads of OpenMP that have nothing to do spin before they sleep, on the cores that other processes of the tests need: a
-# quarter of the processor time of tests that compute in this process.
+# Idle threads of OpenMP spin before they sleep, on the cores that other processes of the tests need: a quarter of the
+# processor time of tests that compute in this process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
