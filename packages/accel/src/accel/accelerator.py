@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import torch
@@ -651,10 +651,8 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
     # End
 
     def end_training(self) -> None:
-        """Finishes a running save; closes meter, trackers, backend, and the process group if this object opened it."""
-        self._guard.stop()
-        self._checkpointer.close()
-        self._monitor.close()
-        self._trackers.finish()
-        self._strategy.backend.close()
-        self.session.close()
+        """Finishes a running save; closes meter, trackers, backend, and an own process group, even if one fails."""
+        ends = [self.session.close, self._strategy.backend.close, self._trackers.finish, self._monitor.close]
+        with ExitStack() as stack:
+            for end in [*ends, self._checkpointer.close, self._guard.stop]:
+                stack.callback(end)

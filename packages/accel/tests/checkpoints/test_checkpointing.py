@@ -673,6 +673,21 @@ def test_a_failed_asynchronous_save_is_raised_by_the_next(tmp_path: Path, monkey
     accelerator.end_training()
 
 
+def test_the_end_closes_what_is_open_after_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import accel_ckpt.saving.transaction
+
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    accelerator.prepare(nn.Linear(2, 2))
+    monkeypatch.setattr(accel_ckpt.saving.transaction.SaveTransaction, "finish", _fails)
+    accelerator.save_state(tmp_path / "a", asynchronous=True)
+    accelerator.log({"loss": 1.0}, step=3)
+    with pytest.raises(CheckpointError, match="disk on fire"):
+        accelerator.end_training()
+    assert accelerator.session.closed
+    assert any('"loss": 1.0' in file.read_text() for file in tmp_path.rglob("*.jsonl"))
+
+
 def _fails(*_: object, **__: object) -> None:
     raise CheckpointError("disk on fire")
 
