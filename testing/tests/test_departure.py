@@ -57,6 +57,23 @@ def test_first_departure_says_step_and_thing(change: dict[str, object], words: s
     assert words in str(departure)
 
 
+@pytest.mark.parametrize("change", [{"loss": math.nan}, {"norm": math.nan}])
+def test_a_reference_that_is_not_a_number_is_named(change: dict[str, float]) -> None:
+    reference = [REFERENCE[0], replace(REFERENCE[1], **change)]  # type: ignore[arg-type]
+    departure = compare_runs(reference, [reference], tolerance=1e-10)
+    assert departure is not None
+    assert departure.step == 1
+    assert "of the reference is" in str(departure)
+    assert "nan" in str(departure)
+
+
+def test_a_step_in_which_nothing_counts_is_compared_by_its_sum() -> None:
+    reference = [REFERENCE[0], replace(REFERENCE[1], loss=0.0, weight=0.0)]
+    assert compare_runs(reference, [reference, reference], tolerance=1e-10) is None
+    run = [REFERENCE[0], replace(REFERENCE[1], loss=4.0, weight=2.0)]
+    assert "the ranks saw samples of weight 2 instead of 0" in str(compare_runs(reference, [run], tolerance=1e-10))
+
+
 def test_replicas_that_come_apart_are_named() -> None:
     other = [replace(one, digests={"w": 1}) for one in REFERENCE]
     mine = [replace(one, digests={"w": 2}) for one in REFERENCE]

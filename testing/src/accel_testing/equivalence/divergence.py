@@ -1,5 +1,6 @@
 """Divergence report: the first step at which a layout's runs leave those of one process, and all differences there."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -40,7 +41,14 @@ class Departure:
 def compare_runs(
     reference: Sequence[TrainedStep], runs: Sequence[Sequence[TrainedStep]], *, tolerance: float
 ) -> Departure | None:
-    """The first step at which the ranks' runs differ from the reference, or None; ``runs`` are by rank."""
+    """The first step at which the ranks' runs differ from the reference, or None; ``runs`` are by rank.
+
+    A reference with a loss or a gradient norm that is not a number is a departure, because it proves nothing.
+    """
+    for position, expected in enumerate(reference):
+        if math.isnan(expected.loss) or math.isnan(expected.norm):
+            said = f"the loss of the reference is {expected.loss:.10g}, and its gradient norm {expected.norm:.10g}"
+            return Departure(position, (f"{said}: there is nothing to equal",))
     scales = _scales(reference)
     for position, expected in enumerate(reference):
         steps = [run[position] for run in runs if position < len(run)]
@@ -78,12 +86,12 @@ def _compare_losses(
     expected: TrainedStep, steps: Sequence[TrainedStep], *, slack: float, scale: float
 ) -> Iterator[str]:
     weight = sum(step.weight for step in steps)
-    loss, was = sum(step.loss for step in steps) / weight, expected.loss / expected.weight
+    loss, was = _mean(sum(step.loss for step in steps), weight), _mean(expected.loss, expected.weight)
     if not abs(loss - was) <= slack * max(abs(was), scale):
         yield f"the loss is {loss:.10g} instead of {was:.10g}"
     # Ranks of one tensor, context or pipeline parallel group see the same samples, so each sample is counted that many
     # times.
-    peers = round(weight / expected.weight) or 1
+    peers = round(_mean(weight, expected.weight)) or 1
     if abs(weight - expected.weight * peers) > 1e-9 * weight:
         yield f"the ranks saw samples of weight {weight:g} instead of {expected.weight:g}"
 
@@ -110,10 +118,15 @@ def _scales(reference: Sequence[TrainedStep]) -> _Scales:
     }
     floor = max(tensors.values(), default=0.0) * _SMALL
     return _Scales(
-        loss=max(abs(step.loss / step.weight) for step in reference) * _PASSING,
+        loss=max(abs(_mean(step.loss, step.weight)) for step in reference) * _PASSING,
         norm=max(step.norm for step in reference) * _PASSING,
         tensors={name: max(scale, floor) for name, scale in tensors.items()},
     )
+
+
+def _mean(total: float, weight: float) -> float:
+    """The mean of a total; the total itself if nothing was counted, as where all tokens of a step are ignored."""
+    return total / weight if weight else total
 
 
 def _ratio(value: float, expected: float) -> str:
