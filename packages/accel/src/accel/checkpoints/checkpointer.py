@@ -24,6 +24,7 @@ from accel.checkpoints.restore import Restoration
 from accel.checkpoints.run_facts import COMPANIONS_KEY, SEED_KEY, UNKNOWN_KEY, USER_KEY, RunDescription, section
 from accel.checkpoints.state_hooks import LoadHook, SaveHook, run_load_hooks, run_save_hooks
 from accel.checkpoints.train_state import (
+    ClockState,
     LoaderState,
     SideState,
     Stateful,
@@ -422,8 +423,7 @@ class Checkpointer:
         state.add("scheduler", known.schedulers)
         state.add("loader", [LoaderState(loader, options.allow_changed_data) for loader in known.loaders])
         state.add("scaler", backend.states.loss_scales)
-        self._clock.copies = backend.gradients.ranks / data_shards(backend)
-        state.add("clock", [self._clock])
+        state.add("clock", [ClockState(self._clock, backend.gradients.ranks / data_shards(backend))])
         return state.add("custom", known.custom)
 
     def _run_facts(self) -> RunDescription:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final, runtime_checka
 
 from torch import nn
 
+from accel.loop.accumulator import DIVISORS_KEY
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.roles.prepared_states import ModelState
 from accel_state.errors import CheckpointMismatchError, ConfigError
 
 if TYPE_CHECKING:
+    from accel.loop.accumulator import StepClock
     from accel_ckpt import Terms
     from accel_ckpt.io.storage import Location
 
@@ -61,6 +63,28 @@ class LoaderState:
         """Returns a function that undoes what is loaded from now on; a pass that is under way goes on counting."""
         undo: Callable[[], None] = self.loader.undo()
         return undo
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ClockState:
+    """Micro-batches of all windows, and the divisors of summed losses, which are saved for one copy of the data.
+
+    ``copies``: ranks that average gradients for each that reads other samples; a divisor on these ranks counts all.
+    """
+
+    clock: "StepClock"
+    copies: float
+
+    def state_dict(self) -> dict[str, object]:
+        return _with_divisors(self.clock.state_dict(), lambda divisor: divisor / self.copies)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self.clock.load_state_dict(_with_divisors(state, lambda divisor: divisor * self.copies))
+
+    def undo(self) -> Callable[[], None]:
+        """Returns a function that undoes what is loaded from now on."""
+        return self.clock.undo()
 
 
 @final
@@ -152,6 +176,15 @@ class TrainState(Mapping[str, Stateful]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+
+def _with_divisors(state: Mapping[str, Any], change: Callable[[float], float]) -> dict[str, object]:
+    """The state of a clock with each of its divisors changed."""
+    divisors = {
+        text: [None if one is None else change(one) for one in pair]
+        for text, pair in state.get(DIVISORS_KEY, {}).items()
+    }
+    return {**state, DIVISORS_KEY: divisors} if divisors else dict(state)
 
 
 def check_stateful(objects: Sequence[object]) -> None:

@@ -114,7 +114,6 @@ class StepClock:
             The next ``zero_grad`` of each clears, unless its ``step`` is called before.
         correction: factor for the gradients after the last backward of a window that was shorter than expected (the end
             of a stream), or has gradients of one before; nearly always 1.0.
-        copies: ranks that average gradients for each that reads other samples, by which saved divisors are divided.
     """
 
     __slots__ = (
@@ -122,7 +121,6 @@ class StepClock:
         "_windows",
         "claimed",
         "complete",
-        "copies",
         "correction",
         "due",
         "era",
@@ -142,7 +140,7 @@ class StepClock:
         self.plugin = plugin
         self.due = True
         self.share = 1.0 / plugin.num_steps
-        self.correction = self.copies = 1.0
+        self.correction = 1.0
         self._loaders: list[weakref.ref[ActiveLoader]] = []
         self.unclaimed = False
         self.unstepped = False
@@ -353,7 +351,7 @@ class StepClock:
         windows = self.windows()
         steps = {text: [window.step, window.position, window.size] for text, window in windows.items()}
         divisors = {
-            text: [None if one is None else float(one) / self.copies for one in (window.denominator, window.reference)]
+            text: [None if one is None else float(one) for one in (window.denominator, window.reference)]
             for text, window in windows.items()
             if window.reference is not None
         }
@@ -374,8 +372,7 @@ class StepClock:
             window = self._windows.setdefault(key, AccumulationWindow())
             self.claimed.update(key)
             window.step, window.position, window.size = step, position, size
-            saved = divisors.get(text, (None, None))
-            window.denominator, window.reference = (None if one is None else one * self.copies for one in saved)
+            window.denominator, window.reference = divisors.get(text, (None, None))
             window.unreduced = window.open
         self.window = self._windows[()]
         self.resumed = self.open
