@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
+from accel.checkpoints.train_state import ClockState
 from accel.loop.accumulator import StepClock
 from accel_backends import DDPConfig, FSDPConfig
 from accel_data.order.cursor import Window
@@ -113,6 +114,22 @@ def test_a_window_that_other_ranks_divide_otherwise_stays_open() -> None:
     assert clock.open
     assert clock.state_dict() == {"steps": {"": [4, 10, 12]}}
     assert loader.window.size == 12
+
+
+def test_divisors_are_saved_for_one_copy_of_the_data() -> None:
+    clock = StepClock(GradientAccumulationPlugin(num_steps=4))
+    clock.tick()
+    clock.window.denominator, clock.window.reference = 7.0, 21.0
+    saved = ClockState(clock, 3.0).state_dict()
+    assert saved == {"steps": {"": [1, 1, 4]}, "divisors": {"": [7.0 / 3.0, 7.0]}}
+    assert clock.window.reference == 21.0
+    other = StepClock(GradientAccumulationPlugin(num_steps=4))
+    state = ClockState(other, 2.0)
+    undo = state.undo()
+    state.load_state_dict(saved)
+    assert (other.window.denominator, other.window.reference, other.open) == (7.0 / 3.0 * 2.0, 14.0, True)
+    undo()
+    assert (other.window.reference, other.open) == (None, False)
 
 
 def test_a_refused_load_keeps_the_weights_of_the_window() -> None:
