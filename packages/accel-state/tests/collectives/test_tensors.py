@@ -13,6 +13,7 @@ from accel_state.collectives.tensors import (
     broadcast,
     copy_tensor_to_devices,
     gather,
+    pad_across_processes,
     reduce,
     wire_dtype,
 )
@@ -280,6 +281,26 @@ def test_a_subgroup_talks_among_itself(rank):
 def test_what_is_no_tensor_is_refused_before_anything_is_sent(rank, call, name):
     with pytest.raises(TypeError, match=rf"Unsupported types \(<class 'int'>\) passed to `{name}`"):
         call({"a": torch.ones(1), "b": 3})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("call", [gather, broadcast, reduce, pad_across_processes])
+def test_tensors_that_ranks_hold_in_parts_are_refused_with_the_way_out(rank, call):
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    whole = torch.arange(8.0).view(4, 2)
+    shards = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(CollectiveError, match=rf"`{call.__name__}` .* DTensor on 2 ranks, .*`full_tensor\(\)`"):
+        call({"a": torch.ones(1), "b": shards})
+    assert call({"b": shards.full_tensor()})["b"].shape[1] == 2
+
+
+@pytest.mark.ranks(1)
+def test_a_tensor_of_a_mesh_of_one_rank_is_taken(rank):
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    alone = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (1,)), [Replicate()])
+    assert reduce(alone, "sum").full_tensor().tolist() == [1.0] * 3
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,8 @@ argument.
 Only ``verify`` detects different shapes. Without it the result depends on the backend: gloo, for example, aborts the
 process with the shorter buffer.
 
+Sparse and nested tensors, and DTensors of several ranks, are refused by a ``CollectiveError`` that says what to pass.
+
 A tensor on an XLA device is a global array over all machines (SPMD): it is gathered and reduced as if there were one
 process.
 """

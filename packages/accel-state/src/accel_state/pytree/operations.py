@@ -6,6 +6,7 @@ from typing import Any, TypeGuard, final
 
 import torch
 
+from accel_state.errors import CollectiveError
 from accel_state.pytree.structure import LEAF as LEAF
 from accel_state.pytree.structure import Structure as Structure
 from accel_state.pytree.structure import (
@@ -206,9 +207,20 @@ def _paths(data: Any) -> list[str]:
 
 
 def tensor_leaves(data: Any, operation: str) -> list[torch.Tensor]:
-    """Returns the leaves of ``data``; raises a TypeError that names ``operation`` for a leaf that is not a tensor."""
+    """Returns the leaves of ``data`` for an operation between ranks, which the errors name.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        CollectiveError: a leaf is a DTensor of several ranks.
+    """
     leaves = leaves_of(data)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise unsupported_leaf(leaf, operation)
+        if (mesh := getattr(leaf, "device_mesh", None)) is not None and mesh.size() > 1:
+            raise CollectiveError(
+                f"`{operation}` takes tensors that each rank has for itself; a leaf of shape {list(leaf.shape)} is a "
+                f"DTensor on {mesh.size()} ranks, placed {leaf.placements}. Pass its `full_tensor()`, or its "
+                "`to_local()` for this rank's part"
+            )
     return leaves
