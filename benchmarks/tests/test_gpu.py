@@ -132,6 +132,7 @@ def test_a_gpu_is_asked_for_where_there_is_none(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_pages_are_tested_on_a_gpu_after_everything_else(tmp_path, monkeypatch):
     from benchmarks.gpu.bench import Bench
     from benchmarks.gpu.sections import tests

@@ -41,6 +41,7 @@ class Ending:
         os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_for_a_stopped_worker_ends():
     iterator = iter(DataLoader(Ending(), num_workers=1))
     raised = []

@@ -58,7 +58,7 @@ def statuses(folder: Path, *, strategy: str, fails: bool) -> list[tuple[int, str
     return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_failure_of_one_rank_is_in_the_status_of_all(tmp_path: Path, strategy: str) -> None:
     for status, said in statuses(tmp_path, strategy=strategy, fails=True):
