@@ -582,8 +582,7 @@ def test_a_death_that_torch_alone_has_seen_is_an_error_of_the_loader_whose_worke
         list(loader)
     assert ("one of the DataLoader's workers died" in str(caught.value)) == (expected is DataError)
     assert loader.position.samples == 8
-    assert calls[0]._workers[0].is_alive() == (expected is RuntimeError)
-    calls[0]._shutdown_workers()
+    assert not calls[0]._workers[0].is_alive()
 
 
 class Failing(Squares):
@@ -595,6 +594,21 @@ class Failing(Squares):
 def test_an_error_of_the_dataset_stays_that_error(num_workers):
     with pytest.raises(ConnectionError, match="the disk is far away"):
         list(prepare_loader(DataLoader(Failing(), num_workers=num_workers), ALONE))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_with_a_pass_that_an_error_ends(monkeypatch, persistent):
+    """Those of a loader that keeps its workers serve the next pass."""
+    kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    read, iterators = kind._next_data, []
+    monkeypatch.setattr(kind, "_next_data", lambda self: iterators.append(self) or read(self))
+    loader = prepare_loader(DataLoader(Failing(), num_workers=2, persistent_workers=persistent), ALONE)
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="the disk is far away"):
+            list(loader)
+        assert [worker.is_alive() for worker in iterators[-1]._workers] == [persistent] * 2
+    assert (iterators[0] is iterators[-1]) == persistent
+    iterators[-1]._shutdown_workers()
 
 
 def test_a_subclass_that_gives_other_batches_than_its_sampler_still_knows_its_last():

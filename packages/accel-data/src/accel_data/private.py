@@ -63,6 +63,12 @@ def shut_down(iterator: object) -> None:
             vars(iterator)["_try_get_data"] = _refuse_to_wait
 
 
+def shut_down_after_pass(iterator: object) -> None:
+    """Stops the workers of a loader's iterator that serves one pass only (``_persistent_workers``)."""
+    if not getattr(iterator, "_persistent_workers", True):
+        shut_down(iterator)
+
+
 def _refuse_to_wait(*_: object, **__: object) -> None:
     raise RuntimeError("the workers of this DataLoader were stopped while a thread waited for a batch")
 

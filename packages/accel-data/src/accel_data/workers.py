@@ -8,7 +8,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from accel_data.order.cursor import Cursor
-from accel_data.private import copied, shut_down, workers_of
+from accel_data.private import copied, shut_down, shut_down_after_pass, workers_of
 from accel_data.source import Pass
 from accel_state.errors import AccelError, DataError
 
@@ -110,14 +110,20 @@ def _names_one_of(workers: Iterable[Any], error: BaseException | None) -> bool:
 
 
 def tell(run: Pass, watch: "Watch | None", error: BaseException) -> None:
-    """Reports a new error to the other ranks; raises an error about dead workers in its place if they caused it."""
+    """Reports a new error to the other ranks; raises an error about dead workers in its place if they caused it.
+
+    The workers of the pass, which is over, are stopped. An iterator that is collected with its traceback takes 5 s for
+    each, because the collector has closed its queues by then.
+    """
     if isinstance(error, GeneratorExit):
         # torch raises for a dead worker at any point of the program, most often inside the step, which ends the loop.
         if watch is not None and has_dead_workers(run):
             watch.tell(death_of_workers(run) or ChildProcessError("a worker of the DataLoader died"))
-    elif isinstance(error, Exception) and not isinstance(error, AccelError):
-        death = death_of_workers(run, error) if isinstance(error, OSError | EOFError | RuntimeError) else None
-        if watch is not None:
-            watch.tell(death or error)
-        if death is not None:
-            raise death from error
+    elif isinstance(error, Exception):
+        if not isinstance(error, AccelError):
+            death = death_of_workers(run, error) if isinstance(error, OSError | EOFError | RuntimeError) else None
+            if watch is not None:
+                watch.tell(death or error)
+            if death is not None:
+                raise death from error
+        shut_down_after_pass(run.readers)
