@@ -652,7 +652,7 @@ class Accelerator(ProcessViews, SettingViews, ObservationViews):
 
     def end_training(self) -> None:
         """Finishes a running save; closes meter, trackers, backend, and an own process group, even if one fails."""
-        ends = [self.session.close, self._strategy.backend.close, self._trackers.finish, self._monitor.close]
+        ends = [self._guard.stop, self._checkpointer.close, self._monitor.close, self._trackers.finish]
         with ExitStack() as stack:
-            for end in [*ends, self._checkpointer.close, self._guard.stop]:
+            for end in reversed([*ends, self._strategy.backend.close, self.session.close]):
                 stack.callback(end)

@@ -71,10 +71,7 @@ PRODUCTS = [
 
 @pytest.mark.slow
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("name", "degrees", "config"),
-    PRODUCTS,
-)
+@pytest.mark.parametrize(("name", "degrees", "config"), PRODUCTS)
 def test_sharded_stages(rank, name, degrees, config):
     assert_trains_as_one_process(name, degrees, config, accumulated=2, clip=0.5)
 

@@ -91,7 +91,7 @@ def _compare_losses(
         yield f"the loss is {loss:.10g} instead of {was:.10g}"
     # Ranks of one tensor, context or pipeline parallel group see the same samples, so each sample is counted that many
     # times.
-    peers = round(_mean(weight, expected.weight)) or 1
+    peers = max(1, round(weight / expected.weight)) if expected.weight else 1
     if abs(weight - expected.weight * peers) > 1e-9 * weight:
         yield f"the ranks saw samples of weight {weight:g} instead of {expected.weight:g}"
 

@@ -217,8 +217,8 @@ def tensor_leaves(data: Any, operation: str) -> list[torch.Tensor]:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise unsupported_leaf(leaf, operation)
-        mesh, placements = getattr(leaf, "device_mesh", None), getattr(leaf, "placements", None)
-        if mesh is not None and mesh.size() > 1:
+        if (mesh := getattr(leaf, "device_mesh", None)) is not None and mesh.size() > 1:
+            placements = getattr(leaf, "placements", ())
             raise CollectiveError(
                 f"`{operation}` takes tensors that each rank has for itself; a leaf of shape {list(leaf.shape)} is a "
                 f"DTensor on {mesh.size()} ranks, placed {placements}. Pass its `full_tensor()`, or its "

@@ -68,9 +68,10 @@ class LoaderState:
 @final
 @dataclass(frozen=True, slots=True)
 class ClockState:
-    """Micro-batches of all windows, and the divisors of summed losses, which are saved for one copy of the data.
+    """Micro-batches of all windows, and the divisors of summed losses, which are saved for any layout.
 
-    ``copies``: ranks that average gradients for each that reads other samples; a divisor on these ranks counts all.
+    A divisor is the sum of the weights of all ranks. ``copies``, the ranks that read the same samples (a tensor-,
+    context- or pipeline-parallel group), is how many times it has each weight; a checkpoint has it once.
     """
 
     clock: "StepClock"
