@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from accel_data.dispatch.buffers import Blocks
 from accel_data.dispatch.scatter import ABSENT, Dealer, join_rows, repeat_rows, slice_rows
 from accel_data.dispatch.serialization import Arriving, body_size, joined_body, pack, split_body
+from accel_state.errors import DataError
 
 Pair = namedtuple("Pair", "x y")
 
@@ -97,6 +98,51 @@ def test_batches_of_no_fixed_size_are_dealt_undivided_and_counted():
     assert [part.shape for part in dealt.parts] == [(3,), (5,), (3,)]
     assert dealt.counts == (3, 5, 0)
     assert Dealer(shards=3, has_rows=False).deal(batches, [1, 1]).counts is None
+
+
+class Graphs:
+    """A batch whose rows only its own library can cut."""
+
+
+UNCUT = {
+    "objects": [Graphs(), Graphs()],
+    "objects beside rows": [(Graphs(), torch.zeros(4)), (Graphs(), torch.zeros(2))],
+    "samples in one row": [torch.arange(5)[None], torch.arange(3)[None]],
+    "samples left out": [torch.zeros(3), torch.zeros(2)],
+    "none beside rows": [{"x": torch.zeros(4), "y": None}, {"x": torch.zeros(2), "y": torch.zeros(2)}],
+    "sums": [1.5, 2.5],
+}
+
+
+@pytest.mark.parametrize("batches", UNCUT.values(), ids=UNCUT)
+def test_batches_in_which_rows_cannot_be_told_are_dealt_undivided(batches):
+    dealt = Dealer(shards=2, batch_rows=4).deal(batches, [4, 2])
+    assert [part is batch for part, batch in zip(dealt.parts, batches, strict=True)] == [True, True]
+    assert dealt.counts == (4, 2)
+
+
+@pytest.mark.parametrize("name", ["objects", "objects beside rows", "samples in one row"])
+def test_one_such_batch_alone_is_repeated_and_counted_once(name):
+    batch = UNCUT[name][0]
+    dealt = Dealer(shards=2, batch_rows=4).deal([batch], [4])
+    assert [part is batch for part in dealt.parts] == [True, True]
+    assert dealt.counts == (4, 0)
+
+
+def test_what_all_batches_have_alike_stays_beside_their_rows():
+    weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])
+    batches = [(torch.arange(4), weights, "images"), (torch.arange(4, 6), weights.clone(), "images")]
+    dealt = Dealer(shards=2, batch_rows=4).deal(batches, [4, 2])
+    assert [part[0].tolist() for part in dealt.parts] == [[0, 1, 2], [3, 4, 5]]
+    assert [part[1:] for part in dealt.parts] == [(weights, "images")] * 2
+
+
+@pytest.mark.parametrize("batch", [Graphs(), torch.arange(5)[None]], ids=["objects", "samples in one row"])
+def test_a_batch_that_split_batches_cannot_cut_is_refused(batch):
+    with pytest.raises(DataError, match=r"split_batches cuts a batch of 4 samples.*slice_fn_for_dispatch"):
+        Dealer(shards=2, batch_rows=4, split=True).deal([batch], [4])
+    dealt = Dealer(shards=2, batch_rows=4, split=True, slice_fn=lambda *_, **__: "cut").deal([batch], [4])
+    assert dealt.parts == ("cut", "cut")
 
 
 def test_a_slice_function_is_given_joined_batches_and_the_rank():

@@ -6,10 +6,12 @@ from typing import Any, final
 
 import torch
 
+from accel_state.errors import DataError
 from accel_state.pytree.structure import children, rebuild
 
 SliceFunction = Callable[..., Any]
 """``slice_fn(batch, slice, process_index=, num_processes=)``: returns one rank's rows of a batch."""
+_SCALARS = (str, bytes, int, float, complex, type(None))
 
 
 @final
@@ -44,8 +46,8 @@ class Dealer:
 
     A full step takes one batch per shard and passes them on unchanged; with ``split`` it takes one batch and slices it.
     Only the last step of an epoch may be incomplete. With ``even`` its rows are redistributed as equally as possible,
-    and padded by repeating the first rows; if rows cannot be redistributed (ragged batches, batches of no fixed size),
-    batches stay full and the first ones are repeated.
+    and padded by repeating the first rows; if rows cannot be redistributed (ragged batches, objects, a collation that
+    makes another number of rows, batches of no fixed size), batches stay full and the first ones are repeated.
     """
 
     shards: int
@@ -75,15 +77,22 @@ class Dealer:
         if not full and self.drop_last:
             return None
         if self.split:
-            return self._cut(batches[0], total, full)
+            self._check_rows(batches[0], total)
+            return self._cut(self._filled(batches[0], total), total, full)
         if full and self.slice_fn is None:
             return Dealt(tuple(batches), None, None, total)
-        if self.batch_rows is not None and self.even:
+        if self.batch_rows is not None and self.even and self._told(batches, rows):
             try:
-                return self._cut(join_rows(batches, rows), total, full)
+                joined = self._filled(join_rows(batches, rows), total)
+                if self._told([joined], [total + -total % self.shards]):
+                    return self._cut(joined, total, full)
             except (TypeError, ValueError, RuntimeError):
                 pass  # ragged: rows of different batches cannot be concatenated
         return self._whole(batches, rows)
+
+    def _told(self, batches: Sequence[Any], rows: Sequence[int]) -> bool:
+        """Whether the rows of these batches are known well enough to slice them."""
+        return self.slice_fn is not None or all(map(_can_be_sliced, batches, rows))
 
     def _whole(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt:
         missing = self.shards - len(batches)
@@ -94,13 +103,16 @@ class Dealer:
         sizes = (*rows, *[rows[i % len(rows)] if self.even else 0 for i in range(missing)])
         return Dealt((*batches, *filling), (*rows, *[absent] * missing), sizes, sum(rows))
 
+    def _filled(self, batch: Any, rows: int) -> Any:
+        """Returns a batch of ``rows`` rows with the first ones repeated, if the ranks get equally many."""
+        missing = -rows % self.shards if self.even else 0
+        return join_rows([batch, repeat_rows(batch, rows, missing)], [rows, missing]) if missing else batch
+
     def _cut(self, batch: Any, rows: int, full: bool) -> Dealt:
+        """Slices a ``_filled`` batch, of which the first ``rows`` rows are real."""
         size = -(-rows // self.shards)
-        missing = size * self.shards - rows
-        if self.even and missing:
-            batch = join_rows([batch, repeat_rows(batch, rows, missing)], [rows, missing])
         starts = range(0, size * self.shards, size)
-        held = rows + missing if self.even else rows
+        held = size * self.shards if self.even else rows
         parts = [
             self._slice(batch, slice(start, min(start + size, held)), index, held) if start < held else ABSENT
             for index, start in enumerate(starts)
@@ -111,6 +123,16 @@ class Dealer:
         counts = tuple(min(rows - start, size) if start < rows else absent for start in starts)
         sizes = tuple(min(max(held - start, 0), size) for start in starts)
         return Dealt(tuple(parts), counts, sizes, rows)
+
+    def _check_rows(self, batch: Any, rows: int) -> None:
+        """Raises DataError if nothing in a batch has ``rows`` rows, so that every rank would get all of it."""
+        told = set(_rows_told(batch, rows))
+        if self.slice_fn is None and told and True not in told:
+            raise DataError(
+                f"split_batches cuts a batch of {rows} samples for {self.shards} ranks, and nothing in the "
+                f"{type(batch).__name__} that the collation has made of them has {rows} rows; nearest: "
+                "slice_fn_for_dispatch, which cuts it, or split_batches=False, which sends whole batches"
+            )
 
     def _slice(self, batch: Any, wanted: slice, index: int, rows: int) -> Any:
         if self.slice_fn is not None:
@@ -126,7 +148,7 @@ def slice_rows(batch: Any, wanted: slice, rows: int) -> Any:
     without rows are returned unchanged.
     """
     if isinstance(batch, torch.Tensor):
-        return batch[wanted] if batch.ndim and len(batch) == rows else batch
+        return batch[wanted] if _has_rows(batch, rows) else batch
     if _is_column(batch, rows):
         return batch[wanted]
     parts = children(batch)
@@ -137,7 +159,7 @@ def slice_rows(batch: Any, wanted: slice, rows: int) -> Any:
 
 
 def join_rows(batches: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Concatenates the rows of several batches; leaves without rows are those of the first batch.
+    """Concatenates the rows of several batches; leaves without rows are those of the first batch, which stands for all.
 
     Raises TypeError, ValueError or RuntimeError if the batches do not match.
     """
@@ -145,13 +167,13 @@ def join_rows(batches: Sequence[Any], rows: Sequence[int]) -> Any:
     if len(batches) == 1:
         return first
     if isinstance(first, torch.Tensor):
-        has_rows = all(batch.ndim and len(batch) == count for batch, count in zip(batches, rows, strict=True))
-        return torch.cat(list(batches)) if has_rows else first
+        has_rows = all(_has_rows(batch, count) for batch, count in zip(batches, rows, strict=True))
+        return torch.cat(list(batches)) if has_rows else _common(batches)
     if all(_is_column(batch, count) for batch, count in zip(batches, rows, strict=True)):
         return type(first)(entry for batch in batches for entry in batch)
     columns = [children(batch) for batch in batches]
     if columns[0] is None:
-        return first
+        return _common(batches)
     tables = [dict(column or ()) for column in columns]
     if any(table.keys() != tables[0].keys() for table in tables):
         raise ValueError(f"batches hold {' and '.join(sorted({str(list(table)) for table in tables}))}")
@@ -163,6 +185,43 @@ def repeat_rows(batch: Any, rows: int, count: int) -> Any:
     """Returns ``count`` rows, from the first row on, cyclically."""
     pieces = [slice_rows(batch, slice(0, min(rows, count - start)), rows) for start in range(0, count, rows)]
     return join_rows(pieces, [min(rows, count - start) for start in range(0, count, rows)])
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == rows
+
+
+def _common(leaves: Sequence[Any]) -> Any:
+    """Returns the first of several leaves without rows; raises ValueError if tensors or objects among them differ."""
+    first = leaves[0]
+    for other in leaves[1:]:
+        if isinstance(first, torch.Tensor):
+            alike = isinstance(other, torch.Tensor) and (first.ndim == other.ndim == 0 or torch.equal(first, other))
+        else:
+            alike = (isinstance(first, _SCALARS) and isinstance(other, _SCALARS)) or (first == other) is True
+        if first is not other and not alike:
+            raise ValueError(f"batches hold {type(first).__name__} objects without rows that differ")
+    return first
+
+
+def _can_be_sliced(batch: Any, rows: int) -> bool:
+    """Whether something in a batch has rows, and no object in it may have rows that cannot be told."""
+    told = set(_rows_told(batch, rows))
+    return True in told and None not in told
+
+
+def _rows_told(batch: Any, rows: int) -> Iterator[bool | None]:
+    """Yields, for everything in a batch that may have rows, whether it has ``rows`` of them; None: it is an object."""
+    if isinstance(batch, torch.Tensor):
+        if batch.ndim:
+            yield _has_rows(batch, rows)
+    elif _is_column(batch, rows):
+        yield True
+    elif (parts := children(batch)) is not None:
+        for _, value in parts:
+            yield from _rows_told(value, rows)
+    elif not isinstance(batch, _SCALARS):
+        yield None
 
 
 def _is_column(batch: Any, rows: int) -> bool:
