@@ -90,3 +90,30 @@ def test_draws_of_collation_change_no_draw_of_the_dataset(divided):
     plain = epochs(Drawing(divided), num_workers=2)
     drawn = epochs(Drawing(divided), num_workers=2, collate_fn=noisy)
     assert [[row[0] for row in rows] for rows in drawn] == plain
+
+
+class Shuffled(IterableDataset):
+    """Sixteen numbers in an order that is drawn when a pass begins."""
+
+    def __iter__(self):
+        return iter(torch.randperm(16).tolist())
+
+
+@pytest.mark.parametrize("workers", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_ranks_that_are_seeded_alike_draw_the_same_order_of_one_stream(workers):
+    def of_rank(rank):
+        torch.manual_seed(3)
+        loader = prepare_loader(DataLoader(Shuffled(), batch_size=2, collate_fn=list, **workers), DataShard(rank, 2))
+        return [[number for batch in loader for number in batch] for _ in range(2)]
+
+    for first, second in zip(of_rank(0), of_rank(1), strict=True):
+        assert sorted(first + second) == list(range(16))
+
+
+def test_ranks_collate_the_same_step_with_draws_of_their_own():
+    def of_rank(rank):
+        torch.manual_seed(3)
+        loader = DataLoader(Drawing(), batch_size=2, collate_fn=noisy, num_workers=1)
+        return [row[1:] for batch in prepare_loader(loader, DataShard(rank, 2)) for row in batch]
+
+    assert not {draw for row in of_rank(0) for draw in row} & {draw for row in of_rank(1) for draw in row}

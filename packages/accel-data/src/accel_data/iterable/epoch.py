@@ -104,7 +104,8 @@ class StreamEpoch(Pass):
         lockstep = self._plan.lockstep
         plan, stride, first, total = self._plan, self._pool.stride, 1 - self._plan.dropped, 0
         shards, strided = plan.readers.shards, plan.strategy.strided
-        self._iterator = items = self._pool.open(plan.readers.index, plan.initial_seed)
+        # Ranks that read the same stream draw the same numbers, because its order may be drawn, too.
+        self._iterator = items = self._pool.open(0 if strided else plan.readers.index, plan.initial_seed)
         steps = alone(items) if lockstep is None else lockstep.run(items, self._pool.first_batch)
         for number, (item, is_new, facts) in enumerate(steps, first):
             if is_new:

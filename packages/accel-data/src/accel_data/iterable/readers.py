@@ -48,16 +48,16 @@ class ReaderPool:
             drop_iterator(self._inner)
         self._reader.begin(start)
 
-    def open(self, shard: int, initial_seed: int | None) -> Iterator[Delivered]:
+    def open(self, stream: int, initial_seed: int | None) -> Iterator[Delivered]:
         """Starts the readers; the random state of this process stays as it is, also that of a resumed run.
 
-        ``initial_seed``: see ``Pass.initial_seed``.
+        ``initial_seed``: see ``Pass.initial_seed``; ``stream``: equal for ranks that read the same stream.
 
         Workers that stay serve one pass at a time, so a pass inside another one starts workers, which stay instead.
         """
         inner, generator = self._inner, torch.Generator()
         if initial_seed is not None:
-            key = derive_key(initial_seed, self._reader.start.epoch, shard)
+            key = derive_key(initial_seed, self._reader.start.epoch, stream)
             generator.manual_seed(key)
             self._reader.seed(key >> 1)
             if self._reading is not None and self._reading is kept_iterator(inner):

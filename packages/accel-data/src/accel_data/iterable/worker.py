@@ -192,7 +192,8 @@ class StreamReader(IterableDataset[Delivered]):
     def _collated(self, content: Any, view: "WorkerView", stop: int, *, divided: bool) -> Any:
         asked, view.asked = view.asked, True  # collation may use the number of its worker, and divides nothing by it
         # A resume reads elements again and collates none of them again, so the draws of both are kept apart.
-        draws = nullcontext() if self._draws_nothing else SeededGlobals(view.collation_seed(stop, divided))
+        seed = view.collation_seed(stop, self.stride.index, divided=divided)
+        draws = nullcontext() if self._draws_nothing else SeededGlobals(seed)
         with view.installed(hidden=False), draws:
             batch = self.collate(content)
         view.asked = asked
@@ -228,8 +229,9 @@ class WorkerView:
     Its number is rotated: torch takes the first batch of a pass from worker 0, and after a resume that has to be the
     one whose turn it was.
 
-    Workers that read the same stream draw the same numbers, so that each element is drawn for alike whichever of them
-    delivers it; one that reads a stream of its own draws numbers of its own from when it asks for its number.
+    Workers that read the same stream, on any rank, draw the same numbers, so that each element is drawn for alike
+    whichever of them delivers it; one that reads a stream of its own draws numbers of its own from when it asks for its
+    number.
     """
 
     def __init__(self, info: Any, dataset: Any) -> None:
@@ -244,9 +246,9 @@ class WorkerView:
         self._key = key
         seed_globals(derive_key(key, self.number) if self.asked and self.number else key)
 
-    def collation_seed(self, stop: int, divided: bool) -> int:
-        """Returns the seed for collating the batch behind which the stream is at ``stop``."""
-        return derive_key(self._key or 0, _OF_COLLATION, self.number if divided else 0, stop)
+    def collation_seed(self, stop: int, rank: int, *, divided: bool) -> int:
+        """Returns the seed for collating the batch of ``rank`` behind which the stream of all ranks is at ``stop``."""
+        return derive_key(self._key or 0, _OF_COLLATION, self.number if divided else 0, rank, stop)
 
     def _ask(self) -> None:
         if not self.asked and self.number and self._key is not None:
