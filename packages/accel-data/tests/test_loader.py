@@ -623,3 +623,23 @@ def test_a_subclass_that_gives_other_batches_than_its_sampler_still_knows_its_la
 def test_a_samplers_batches_cannot_be_had_past_the_loader():
     with pytest.raises(DataError, match="iterate the loader"):
         iter(prepared().batch_sampler)
+
+
+class KeepsAnIterator(DataLoader):
+    """Keeps its workers alive in the way that was usual before torch had persistent workers."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.kept = super().__iter__()
+
+    def __iter__(self):
+        return (next(self.kept) for _ in range(len(self)))
+
+
+def test_a_loader_that_keeps_an_iterator_over_all_data_is_refused_on_several_ranks():
+    shared = prepare_loader(
+        KeepsAnIterator(Squares(), batch_size=4), DataShard(1, 2), options=LoaderOptions(data_seed=1)
+    )
+    with pytest.raises(DataError, match=r"KeepsAnIterator.__iter__ gave a batch.*persistent_workers=True"):
+        list(shared)
+    assert len(list(prepare_loader(KeepsAnIterator(Squares(), batch_size=4), ALONE))) == 4

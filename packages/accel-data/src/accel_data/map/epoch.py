@@ -1,7 +1,8 @@
 """Pass over map-style data: iteration of the user's DataLoader over the batches of an index stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -11,8 +12,10 @@ from accel_data.map.index_agreement import IndexTrail
 from accel_data.map.index_batches import IndexBatches
 from accel_data.map.skip import iterated, let_go
 from accel_data.order.cursor import Step
+from accel_data.order.iterators import continuing
 from accel_data.source import Pass
 from accel_data.stateful_dataloader import is_torchs_iteration
+from accel_state.errors import DataError
 
 
 @final
@@ -58,7 +61,27 @@ class MapPass(Pass):
         self.exact = self._index_stream.exact and own
         self.reads_in_step = own and not dataloader.num_workers
         indices.looks_ahead = self.reads_in_step and not self.exact
-        self.batches = iterated(dataloader, plan.generator)
+        indices.is_read = False
+        self._reading = iterated(dataloader, plan.generator)
+        self.batches = self._reading if own or indices.num_processes == 1 else self._sharded()
+
+    def _sharded(self) -> Iterator[Any]:
+        """Yields the batches of a user's iteration; raises DataError if the first one is not of this rank's shard."""
+        batches = continuing(self._reading)
+        for first in islice(batches, 1):
+            if not self._indices.is_read:
+                raise DataError(
+                    f"{type(self._dataloader).__name__}.__iter__ gave a batch and has not asked the sampler of the "
+                    "prepared loader for its indices: it keeps batches, or an iterator, from before it was prepared, "
+                    "and every rank would read all data. Nearest: torch's DataLoader with persistent_workers=True, "
+                    "whose workers live on as well"
+                )
+            yield first
+        yield from batches
+
+    @property
+    def readers(self) -> Iterator[Any]:
+        return self._reading
 
     @property
     def is_last(self) -> bool:
@@ -78,6 +101,7 @@ class MapPass(Pass):
     def close(self) -> None:
         """Ends the workers, unless they are persistent."""
         super().close()
+        self._reading = self.batches
         let_go(self._dataloader)
         self.is_over = True
         if self._closed is not None:

@@ -82,6 +82,7 @@ class IndexBatches(BatchSampler):
     Attributes:
         index_stream: index stream of the pass in progress.
         seeds: seeds of the pass; None: batches are read in this process, with its own generators.
+        is_read: whether the DataLoader has begun to iterate over the index batches of the pass.
         looks_ahead: whether one index batch is drawn ahead, so that ``exhausted`` is known.
         exhausted: with ``looks_ahead``, whether the index batch taken last is the last of the pass.
         length: number of index batches in an epoch, if known.
@@ -98,12 +99,13 @@ class IndexBatches(BatchSampler):
         self.batched = reading.batched
         self.index_stream: IndexStream | None = None
         self.seeds: WorkerSeeds | None = None
-        self.looks_ahead = self.exhausted = False
+        self.is_read = self.looks_ahead = self.exhausted = False
         self.length: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self.index_stream is None:
             raise DataError("the sampler of a prepared loader has no position of its own: iterate the loader")
+        self.is_read = True
         batches: Iterator[Any] = self.index_stream.batches()
         if self.seeds is not None:
             return self._sent(batches, self.index_stream, self.seeds)
