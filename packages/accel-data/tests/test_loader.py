@@ -643,3 +643,18 @@ def test_a_loader_that_keeps_an_iterator_over_all_data_is_refused_on_several_ran
     with pytest.raises(DataError, match=r"KeepsAnIterator.__iter__ gave a batch.*persistent_workers=True"):
         list(shared)
     assert len(list(prepare_loader(KeepsAnIterator(Squares(), batch_size=4), ALONE))) == 4
+
+
+def test_a_subclass_that_reads_further_ahead_knows_where_it_is():
+    class Ahead(DataLoader):
+        def __iter__(self):
+            return iter(list(super().__iter__()))
+
+    loader = prepare_loader(
+        Ahead(Squares(24), batch_sampler=[[i, i + 1] for i in range(0, 24, 2)]),
+        DataShard(0, 2),
+        options=LoaderOptions(data_seed=1),
+    )
+    assert [(batch.tolist(), loader.position.samples) for batch in loader] == [
+        ([i, i + 1], i + 4) for i in range(0, 24, 4)
+    ]

@@ -44,10 +44,13 @@ from accel_data.order.iterators import continuing, is_consumed_once
 from accel_data.order.orders import Epoch, Order
 from accel_data.private import copied
 from accel_data.source import KIND_KEY, Json, Source
+from accel_data.stateful_dataloader import is_torchs_iteration
 from accel_state.errors import DataError, DataStateError
 
 SEED_KEY = "seed"
 SAMPLER_KEY = "sampler"
+_OWN_LOOKAHEAD = 1024
+"""Batches that the iteration of a user's DataLoader may read ahead of the loop, beside what the workers have."""
 
 
 @final
@@ -144,6 +147,7 @@ class MapSource(Source):
         parts, shard, order = self._parts, self._shard, self._order_of(cursor.epoch)
         loader: Any = self.dataloader
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        ahead += 0 if is_torchs_iteration(loader) else _OWN_LOOKAHEAD
         if order is not None:
             epoch = self._epoch_of(order, cursor.epoch)
             if callable(self._options.sharding):
