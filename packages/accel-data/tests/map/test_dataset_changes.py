@@ -203,3 +203,28 @@ def test_a_load_that_is_undone_leaves_nothing_behind():
     loaded(loader, state, GROWN)
     undo()
     assert sorted(flat(loader)) == list(range(30))
+
+
+class ByEpoch(Dataset):
+    """Has another length in each epoch, from when it is told of it."""
+
+    def __init__(self, lengths):
+        self.lengths, self.epoch = lengths, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.lengths[self.epoch]
+
+    def __getitem__(self, index):
+        return range(len(self))[index]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("lengths", [(8, 12, 9), (12, 8, 8)], ids=["grows", "shrinks"])
+def test_a_dataset_that_changes_its_length_when_its_epoch_begins_is_read_in_full(lengths, shuffle):
+    loader = DataLoader(ByEpoch(lengths), BATCH, shuffle=shuffle, collate_fn=list)
+    ranks = [prepare_loader(loader, DataShard(rank, 2), options=LoaderOptions(data_seed=3)) for rank in range(2)]
+    for length in lengths:
+        assert {*flat(ranks[0]), *flat(ranks[1])} == set(range(length))

@@ -194,10 +194,11 @@ class MapSource(Source):
     def begin(self, cursor: Cursor) -> MapPass:
         """Sets the index stream from ``cursor`` as the sampler and iterates over the DataLoader."""
         self._passes = [one for one in self._passes if not one.is_over]
-        self._follow_sampler(inside=self._nests(cursor.epoch) or cursor.samples > 0)
+        inside = self._nests(cursor.epoch) or cursor.samples > 0
+        replayed = self._enter_epoch(cursor.epoch)
+        self._follow_sampler(inside=inside)  # the dataset may have another length since it was told of its epoch
         if self._measured != self.even_batches:
             self._measured, self._batches.length = self.even_batches, self.length(Cursor())
-        replayed = self._enter_epoch(cursor.epoch)
         trail = None if self._check is None or self._order is not None else self._check.trail(cursor)
         self._batches.index_stream = self._index_stream(cursor, trail)
         seed = self.initial_seed(cursor) if self.dataloader.num_workers else None
