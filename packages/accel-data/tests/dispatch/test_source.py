@@ -382,3 +382,28 @@ def test_a_rank_waits_longer_for_its_thread_than_torch_takes_to_notice_a_dead_wo
     from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
     assert _GOODBYE > MP_STATUS_CHECK_INTERVAL
+
+
+class Drawing:
+    """A sampler whose state is a tensor: each pass shuffles on from where the one before ended."""
+
+    def __init__(self):
+        self.state = torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        return iter(torch.randperm(8, generator=self.state).tolist())
+
+    def __len__(self):
+        return 8
+
+    def state_dict(self):
+        return {"generator": self.state.get_state()}
+
+    def load_state_dict(self, state):
+        self.state.set_state(state["generator"])
+
+
+def test_the_state_of_a_sampler_may_have_tensors():
+    loader = prepared([*range(8)], sampler=Drawing())
+    for _ in range(2):
+        assert sorted(number for batch in listed(loader) for number in batch) == [*range(8)]
