@@ -254,3 +254,9 @@ def test_tensors_of_any_size_find_their_place(kinds):
     tensors = [torch.arange(size).to(dtype) for dtype, size in kinds]
     received = roundtrip(tensors)
     assert [tensor.tolist() for tensor in received] == [tensor.tolist() for tensor in tensors]
+
+
+def test_full_steps_of_batches_of_other_sizes_are_counted():
+    dealt = Dealer(shards=2).deal([torch.zeros(3), torch.zeros(5)], [3, 5])
+    assert dealt.counts == dealt.sizes == (3, 5)
+    assert Dealer(shards=2).deal([torch.zeros(3), torch.zeros(3)], [3, 3]).counts is None

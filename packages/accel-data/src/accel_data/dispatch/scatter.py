@@ -30,7 +30,7 @@ ABSENT = _Absent()
 class Dealt:
     """One step: a batch per shard (or ``ABSENT``), and the total of rows.
 
-    ``counts`` are the real rows of each shard, ``sizes`` its rows with padding; None: there is no padding.
+    ``counts`` are the real rows of each shard, ``sizes`` its rows with padding; None: all have equally many real ones.
     """
 
     parts: tuple[Any, ...]
@@ -80,7 +80,8 @@ class Dealer:
             self._check_rows(batches[0], total)
             return self._cut(self._filled(batches[0], total), total, full)
         if full and self.slice_fn is None:
-            return Dealt(tuple(batches), None, None, total)
+            sizes = None if len(set(rows)) == 1 else tuple(rows)
+            return Dealt(tuple(batches), sizes, sizes, total)
         if self.batch_rows is not None and self.even and self._told(batches, rows):
             try:
                 joined = self._filled(join_rows(batches, rows), total)
