@@ -97,7 +97,7 @@ def test_batches_of_no_fixed_size_are_dealt_undivided_and_counted():
     dealt = Dealer(shards=3).deal(batches, [3, 5])
     assert [part.shape for part in dealt.parts] == [(3,), (5,), (3,)]
     assert dealt.counts == (3, 5, 0)
-    assert Dealer(shards=3, has_rows=False).deal(batches, [1, 1]).counts is None
+    assert Dealer(shards=3).deal(batches, [1, 1]).counts == (1, 1, 0)
 
 
 class Graphs:

@@ -465,3 +465,14 @@ def stopped(loader, steps):
     state = loader.state_dict()
     passing.close()
     return state
+
+
+@pytest.mark.parametrize(("even", "counts"), [(True, (1, 0)), (False, (1, -1))])
+def test_a_repeated_batch_that_the_dataset_made_does_not_count(even, counts):
+    class Batches(IterableDataset):
+        def __iter__(self):
+            return iter([torch.tensor([i, i]) for i in range(3)])
+
+    loader = prepared(Batches(), 0, 2, batch_size=None, options=LoaderOptions(even_batches=even))
+    seen = [(batch.tolist(), loader.real_counts, loader.batch_rows) for batch in loader]
+    assert seen == [([0, 0], None, None), ([2, 2], counts, 1)]

@@ -55,9 +55,7 @@ class Dealer:
     even: bool = True
     drop_last: bool = False
     batch_rows: int | None = None
-    """Rows of a full batch; None: batches have no fixed size, or no rows."""
-    has_rows: bool = True
-    """Whether the numbers of rows are known. False for batches that a dataset builds itself, which count as units."""
+    """Rows of a full batch; None: batches have no fixed size, or a dataset makes them: each counts as one row."""
     slice_fn: SliceFunction | None = None
 
     @property
@@ -98,8 +96,6 @@ class Dealer:
     def _whole(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt:
         missing = self.shards - len(batches)
         filling = [batches[i % len(batches)] if self.even else ABSENT for i in range(missing)]
-        if not self.has_rows:
-            return Dealt((*batches, *filling), None, None, sum(rows))
         absent = 0 if self.even else -1
         sizes = (*rows, *[rows[i % len(rows)] if self.even else 0 for i in range(missing)])
         return Dealt((*batches, *filling), (*rows, *[absent] * missing), sizes, sum(rows))

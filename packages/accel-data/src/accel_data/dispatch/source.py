@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, final
 
-from torch.utils.data import IterableDataset
-
 from accel_data.dispatch.buffers import Blocks
 from accel_data.dispatch.epoch import DispatchPass, DispatchPlan, StepFacts
 from accel_data.dispatch.pipeline import READER, Dispatched, Receiver, Sender
@@ -47,7 +45,6 @@ class DispatchSource(Source):
             even=options.even_batches,
             drop_last=bool(loader.drop_last),
             batch_rows=rows,
-            has_rows=rows is not None or not isinstance(loader.dataset, IterableDataset),
             slice_fn=spec.slice_fn,
         )
         self.total_batch_size = base.total_batch_size * self._dealer.takes

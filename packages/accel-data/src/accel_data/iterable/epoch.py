@@ -117,7 +117,7 @@ class StreamEpoch(Pass):
             if facts is not None:
                 total, counts = sum(max(rows, 0) for rows, _, _ in facts), None
                 full, turn = min(rows for rows, _, _ in facts) == stride.batch_size, facts[0][1] + 1
-                if not full and self._pool.batched:
+                if not full:
                     counts = tuple(max(rows, 0) for rows, _, _ in facts)
                 self._take(facts)
             else:  # Without messages from the others their streams are taken to be like this one.
@@ -168,7 +168,7 @@ class StreamEpoch(Pass):
     def _real_rows(self, group_real: int) -> tuple[int, ...] | None:
         """Real rows by data rank of a group cut from one stream; None when it is full, or others have other streams."""
         stride = self._pool.stride
-        if not self._pool.batched or stride.shards == 1 or group_real == stride.group_size:
+        if stride.shards == 1 or group_real == stride.group_size:
             return None
         cuts = (group_real - index * stride.batch_size for index in range(stride.shards))
         absent = 0 if stride.even else -1

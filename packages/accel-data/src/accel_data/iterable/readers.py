@@ -24,15 +24,14 @@ class ReaderPool:
 
     Attributes:
         dataloader: a copy of the user's loader over ``dataset``, for those who look at its attributes.
-        batched: the loader makes batches of samples; otherwise each element is a batch already.
     """
 
     def __init__(
         self, loader: "DataLoader[Any]", dataset: Any, stride: Stride, *, exact: bool, every: int | None
     ) -> None:
-        self.stride, self.batched = stride, loader.batch_size is not None
+        self.stride = stride
         self.dataloader = copied(loader, dataset=dataset)
-        batched, shared, collate = self.batched, loader.persistent_workers, loader.collate_fn
+        batched, shared, collate = loader.batch_size is not None, loader.persistent_workers, loader.collate_fn
         reader = StreamReader(dataset, stride, collate, batched=batched, shared=shared, exact=exact, every=every)
         self._reader = reader
         init = WorkerInit(loader.worker_init_fn, reader)

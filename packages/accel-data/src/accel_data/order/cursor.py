@@ -84,7 +84,8 @@ class Step:
 
     ``real_counts`` has one entry per data rank: the number of rows of its batch that are samples of this epoch (the
     rest is padding), or -1 for a rank without a batch in this step. None: unknown, or no padding. ``rows`` is the
-    number of rows of this rank's batch, padding included; None: unknown, or no padding. ``private`` is the state that
+    number of rows of this rank's batch, padding included; None: unknown, or no padding. A batch that the dataset has
+    made itself (``batch_size=None``) counts as one row. ``private`` is the state that
     an opaque dataset of this rank needs to continue here.
     """
 
