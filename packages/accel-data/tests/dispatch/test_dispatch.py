@@ -260,3 +260,11 @@ def test_full_steps_of_batches_of_other_sizes_are_counted():
     dealt = Dealer(shards=2).deal([torch.zeros(3), torch.zeros(5)], [3, 5])
     assert dealt.counts == dealt.sizes == (3, 5)
     assert Dealer(shards=2).deal([torch.zeros(3), torch.zeros(3)], [3, 3]).counts is None
+
+
+def test_an_error_of_the_slice_function_is_raised():
+    def slice_fn(batch, wanted):
+        return batch[wanted]
+
+    with pytest.raises(TypeError, match="process_index"):
+        Dealer(shards=2, batch_rows=2, slice_fn=slice_fn).deal([torch.zeros(2), torch.zeros(2)], [2, 2])

@@ -80,18 +80,17 @@ class Dealer:
         if full and self.slice_fn is None:
             sizes = None if len(set(rows)) == 1 else tuple(rows)
             return Dealt(tuple(batches), sizes, sizes, total)
-        if self.batch_rows is not None and self.even and self._told(batches, rows):
+        told = self.slice_fn is not None or all(map(_can_be_sliced, batches, rows))
+        if self.batch_rows is not None and self.even and told:
             try:
                 joined = self._filled(join_rows(batches, rows), total)
-                if self._told([joined], [total + -total % self.shards]):
+                if self.slice_fn is None and _can_be_sliced(joined, total + -total % self.shards):
                     return self._cut(joined, total, full)
-            except (TypeError, ValueError, RuntimeError):
-                pass  # ragged: rows of different batches cannot be concatenated
+            except (TypeError, ValueError, RuntimeError):  # ragged: rows of different batches cannot be concatenated
+                return self._whole(batches, rows)
+            if self.slice_fn is not None:  # what it raises is raised
+                return self._cut(joined, total, full)
         return self._whole(batches, rows)
-
-    def _told(self, batches: Sequence[Any], rows: Sequence[int]) -> bool:
-        """Whether the rows of these batches are known well enough to slice them."""
-        return self.slice_fn is not None or all(map(_can_be_sliced, batches, rows))
 
     def _whole(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt:
         missing = self.shards - len(batches)
