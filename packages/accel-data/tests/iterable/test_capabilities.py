@@ -3,10 +3,12 @@
 import itertools
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.iterable.capabilities import StreamCapabilities, inspect_stream, is_seekable, resolve
+from accel_data.prepare import prepare_loader
 from accel_state.errors import ConfigError
+from accel_state.parallelism.config import DataShard
 
 
 class Numbers(IterableDataset):
@@ -110,3 +112,16 @@ def test_exactness_hides_workers_from_the_dataset():
     strategy = resolve(StreamCapabilities(shardable=True, worker_dependent=True), ranks=2, workers=2, exact=True)
     assert (strategy.name, strategy.amplification) == ("one stream", 4)
     assert "because exact_streams=True: 2 ranks x 2 workers = 4 times" in strategy.warning("X")
+
+
+def test_a_state_that_needs_arguments_is_for_the_loader_of_its_library():
+    class Counted(Numbers):
+        def state_dict(self, num_samples, from_beginning):
+            return {"samples": num_samples}
+
+        def load_state_dict(self, state):
+            raise AssertionError(state)
+
+    assert not is_seekable(Counted())
+    loader = prepare_loader(DataLoader(Counted(), batch_size=2), DataShard())
+    assert len(list(loader)) == len(list(DataLoader(Numbers(), batch_size=2)))

@@ -159,9 +159,11 @@ def is_seekable(stream: object, *, in_worker: bool = False) -> bool:
 
     Hugging Face ``datasets`` forget what is in a shuffle buffer when a state is loaded (their documentation says so),
     and in a worker they load the state of the worker's shards into the undivided pipeline first, which fails if it
-    concatenates datasets: it then has other parts. Such datasets are read again up to the position instead.
+    concatenates datasets: it then has other parts. A ``state_dict`` that has to be told how many samples were delivered
+    (of MosaicML's and Lightning's streaming datasets) is for the loaders of those libraries. Such datasets are read
+    again up to the position instead.
     """
-    has_state = callable(getattr(stream, "state_dict", None)) and callable(getattr(stream, "load_state_dict", None))
+    has_state = _gives_state(stream) and callable(getattr(stream, "load_state_dict", None))
     unseekable = ("BufferShuffled", "VerticallyConcatenated") if in_worker else ("BufferShuffled",)
     return has_state and not _has_stage(getattr(stream, "_ex_iterable", None), unseekable)
 
@@ -183,6 +185,20 @@ def _has_stage(stage: object, kinds: tuple[str, ...]) -> bool:
         return True
     sources = getattr(stage, "ex_iterables", None) or ()
     return any(_has_stage(source, kinds) for source in (getattr(stage, "ex_iterable", None), *sources))
+
+
+def _gives_state(stream: object) -> bool:
+    """Whether ``state_dict`` can be called without arguments, as far as its signature tells."""
+    state_dict = getattr(stream, "state_dict", None)
+    if not callable(state_dict):
+        return False
+    try:
+        inspect.signature(state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # it is built in, and has no signature
+        pass
+    return True
 
 
 def _has_shard(dataset: Any) -> bool:
