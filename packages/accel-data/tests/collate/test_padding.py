@@ -10,10 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from accel_data.collate.padding import PaddingCollator, pad_sequences, padded_length, padding_share
 from accel_data.collate.token_budget import TokenBudget, TokenBudgetSampler, even_out, pack
-from accel_state.errors import AccelError, ConfigError, DataError
+from accel_data.options import LoaderOptions
+from accel_data.prepare import prepare_loader
+from accel_state.errors import AccelError, ConfigError, DataError, DataStateError
+from accel_state.parallelism.config import DataShard
 
 Pair = namedtuple("Pair", "tokens label")
 
@@ -254,3 +258,28 @@ def test_budgets_and_padding_to_the_longest_save_most_of_the_padding(function_le
     assert shares["padded to one length"] > 0.9
     assert shares["padded to the longest of 32"] < 0.9
     assert shares["token budget"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"budget": 80}, "max_tokens=60.* and is 'max_tokens=80"),
+        ({"groups_of": 4}, "groups_of=2.*groups_of=4"),
+        ({"lengths": [*range(40, 0, -1)]}, "lengths="),
+    ],
+    ids=["budget", "groups", "lengths"],
+)
+def test_a_position_in_batches_of_another_budget_is_refused_inside_an_epoch(change, words):
+    def loader(**changes):
+        arguments = {"lengths": [*range(1, 41)], "budget": 60, "groups_of": 2} | changes
+        batches = DataLoader(range(40), batch_sampler=TokenBudgetSampler(**arguments), collate_fn=list)
+        return prepare_loader(batches, DataShard(), options=LoaderOptions(data_seed=0))
+
+    run, same, other = loader(), loader(), loader(**change)
+    passing = iter(run)
+    next(passing)
+    state = run.state_dict()
+    with pytest.raises(DataStateError, match=words):
+        other.load_state_dict(state)
+    same.load_state_dict(state)
+    assert list(same) == list(passing)

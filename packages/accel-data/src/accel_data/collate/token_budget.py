@@ -1,9 +1,12 @@
 """Batches by token budget: as many samples as fit a number of tokens."""
 
 import heapq
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import final
+from zlib import crc32
 
 import torch
 from torch.utils.data import Sampler
@@ -138,6 +141,23 @@ class TokenBudgetSampler(Sampler[list[int]]):
         if self._planned is None or self._planned[0] != epoch:
             self._planned = (epoch, self._plan(epoch))
         return self._planned[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """What determines the batches of an epoch: a position inside one is valid for a sampler with the same only."""
+        facts = {
+            **asdict(self.budget),
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "groups_of": self.groups_of,
+            "pool": self.pool,
+            "lengths": self._checksum,
+        }
+        return ", ".join(f"{name}={value}" for name, value in facts.items())
+
+    @cached_property
+    def _checksum(self) -> str:
+        return f"{crc32(array('q', self._lengths.tolist())):08x}"
 
     def _plan(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(_mix(self.seed, epoch))

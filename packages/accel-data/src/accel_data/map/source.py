@@ -359,7 +359,8 @@ class MapSource(Source):
         order, parts = self._order, self._parts
         if order is None:
             walked = parts.batch_sampler if parts.own_batch_sampler else parts.sampler
-            return {"kind": "walked", "sampler": type(walked).__qualname__}
+            told, mark = {"kind": "walked", "sampler": type(walked).__qualname__}, fingerprint_of(walked)
+            return told if mark is None else {**told, FINGERPRINT_KEY: mark}
         if self._described is None or self._described[0] is not order:
             self._described = (order, order.describe())
         return self._described[1]

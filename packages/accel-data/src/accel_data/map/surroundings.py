@@ -148,7 +148,7 @@ class Surroundings:
 
 
 def fingerprint_of(dataset: Any) -> str | None:
-    """Returns the dataset's ``fingerprint`` (attribute or method), a string that identifies its content, or None."""
+    """Returns the string ``fingerprint`` (attribute or method) that identifies a dataset or sampler, or None."""
     value = getattr(dataset, "fingerprint", None)
     if callable(value):
         value = value()
