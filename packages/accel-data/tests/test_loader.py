@@ -658,3 +658,19 @@ def test_a_subclass_that_reads_further_ahead_knows_where_it_is():
     assert [(batch.tolist(), loader.position.samples) for batch in loader] == [
         ([i, i + 1], i + 4) for i in range(0, 24, 4)
     ]
+
+
+def test_the_epoch_is_set_where_a_script_finds_the_batch_sampler():
+    class Numbered:
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([[self.epoch]])
+
+    loader = prepare_loader(DataLoader(range(9), batch_sampler=Numbered(), collate_fn=list), ALONE)
+    loader.batch_sampler.set_epoch(3)
+    assert (list(loader), loader.epoch) == ([[3]], 4)
+    assert not hasattr(prepared().batch_sampler, "set_epoch")

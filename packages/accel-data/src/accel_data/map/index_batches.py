@@ -102,6 +102,15 @@ class IndexBatches(BatchSampler):
         self.is_read = self.looks_ahead = self.exhausted = False
         self.length: int | None = None
 
+    @property
+    def set_epoch(self) -> Callable[[int], None]:
+        """``set_epoch`` of the user's batch sampler, or of its sampler; ``AttributeError`` if neither has one."""
+        for sampler in (self.batch_sampler, self.sampler):
+            found: Callable[[int], None] | None = getattr(sampler, "set_epoch", None)
+            if callable(found):
+                return found
+        raise AttributeError("neither the batch sampler of the loader nor its sampler has a set_epoch")
+
     def __iter__(self) -> Iterator[Any]:
         if self.index_stream is None:
             raise DataError("the sampler of a prepared loader has no position of its own: iterate the loader")
