@@ -1,6 +1,7 @@
 """A prepared loader is the user's DataLoader, knows its last batch, and leaves nothing behind."""
 
 import gc
+import json
 import pickle
 import random
 import re
@@ -8,9 +9,16 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 
 from accel_data import (
     LoaderOptions,
@@ -674,3 +682,12 @@ def test_the_epoch_is_set_where_a_script_finds_the_batch_sampler():
     loader.batch_sampler.set_epoch(3)
     assert (list(loader), loader.epoch) == ([[3]], 4)
     assert not hasattr(prepared().batch_sampler, "set_epoch")
+
+
+def test_seeds_of_numpy_are_seeds():
+    numpy_seed, seed = (LoaderOptions(data_seed=kind(3)) for kind in (np.int64, int))
+    ours, theirs = prepared(shuffle=True, options=numpy_seed), prepared(shuffle=True, options=seed)
+    assert json.loads(json.dumps(ours.state_dict())) == theirs.state_dict()
+    assert torch.cat(list(ours)).equal(torch.cat(list(theirs)))
+    sampler = DistributedSampler(Squares(), num_replicas=1, rank=0, seed=np.int64(3))
+    assert torch.cat(list(prepared(sampler=sampler, options=LoaderOptions()))).unique().numel() == 16

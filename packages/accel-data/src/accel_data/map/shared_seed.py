@@ -1,6 +1,7 @@
 """Seed of a map-style loader, equal on all ranks, and the check of the indices that its samplers yield."""
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple, final
 from uuid import uuid4
 
@@ -73,7 +74,7 @@ def _proposed(parts: DataLoaderParts, options: LoaderOptions) -> int | None:
     if type(parts.sampler) is SequentialSampler and not parts.own_batch_sampler:
         return None
     if options.data_seed is not None:
-        return options.data_seed
+        return index(options.data_seed)  # of numpy, it is no JSON value
     own = _own_seed(parts.sampler)
     if own is not None:
         return own
@@ -84,9 +85,9 @@ def _proposed(parts: DataLoaderParts, options: LoaderOptions) -> int | None:
 def _own_seed(sampler: Any) -> int | None:
     """Returns the seed that a sampler has as an attribute, or None."""
     if isinstance(sampler, SeedableRandomSampler):
-        return sampler.initial_seed
+        return index(sampler.initial_seed)
     if isinstance(sampler, OrderSampler | DistributedSampler):
-        return sampler.seed
+        return index(sampler.seed)
     return None
 
 
