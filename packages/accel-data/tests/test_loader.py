@@ -18,6 +18,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SubsetRandomSampler,
 )
 
 from accel_data import (
@@ -691,3 +692,9 @@ def test_seeds_of_numpy_are_seeds():
     assert torch.cat(list(ours)).equal(torch.cat(list(theirs)))
     sampler = DistributedSampler(Squares(), num_replicas=1, rank=0, seed=np.int64(3))
     assert torch.cat(list(prepared(sampler=sampler, options=LoaderOptions()))).unique().numel() == 16
+
+
+def test_a_random_subset_may_have_keys_that_are_no_numbers():
+    keys = SubsetRandomSampler(["a", "b", "c"])
+    loader = prepare_loader(DataLoader({"a": 1, "b": 2, "c": 3}, batch_size=2, sampler=keys, collate_fn=list), ALONE)
+    assert sorted(number for batch in loader for number in batch) == [1, 2, 3]

@@ -135,11 +135,18 @@ def _distributed(sampler: Any) -> Order:
     return Shuffled(size) if sampler.shuffle else Sequential(size)
 
 
-_ORDERS: dict[type, Callable[[Any], Order]] = {
+def _subset(sampler: SubsetRandomSampler) -> Order | None:
+    try:
+        return Subset(sampler.indices, Shuffled(len(sampler.indices)))
+    except (TypeError, ValueError):  # keys that are no numbers, of a dataset that takes others
+        return None
+
+
+_ORDERS: dict[type, Callable[[Any], Order | None]] = {
     SequentialSampler: lambda sampler: Sequential(len(sampler.data_source)),
     RandomSampler: _random,
     WeightedRandomSampler: _weighted,
-    SubsetRandomSampler: lambda sampler: Subset(sampler.indices, Shuffled(len(sampler.indices))),
+    SubsetRandomSampler: _subset,
     SeedableRandomSampler: _seedable,
     DistributedSampler: _distributed,
     OrderSampler: lambda sampler: sampler.order,
