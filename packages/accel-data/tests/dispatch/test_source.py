@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_data.dispatch.pipeline import _GOODBYE, _bytes_of
+from accel_data.dispatch.pipeline import _GOODBYE, DispatchThread, _bytes_of
 from accel_data.dispatch.source import DispatchSource
 from accel_data.loader import PreparedLoader
 from accel_data.loader_spec import LoaderSpec, open_source
@@ -407,3 +407,31 @@ def test_the_state_of_a_sampler_may_have_tensors():
     loader = prepared([*range(8)], sampler=Drawing())
     for _ in range(2):
         assert sorted(number for batch in listed(loader) for number in batch) == [*range(8)]
+
+
+class GoesOn(IterableDataset):
+    """Begins where it stands, and reads slowly."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 40:
+            self.at += 1
+            time.sleep(0.02)
+            yield self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_whose_thread_outlives_it_ends_before_the_next(rank, monkeypatch):
+    """Without it, the next pass would lack what the thread has read ahead."""
+    monkeypatch.setattr(DispatchThread.close, "__defaults__", (0.0,))
+    loader = prepared(GoesOn(), rank, 2)
+    for first in (0, 4, 8):
+        assert next(iter(loader)).tolist() == [first + 2 * rank, first + 2 * rank + 1]

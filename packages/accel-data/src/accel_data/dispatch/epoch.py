@@ -43,8 +43,8 @@ class DispatchPlan:
         steps: steps that ``base`` is divided into.
         ending: returns, once ``base`` is read, what every rank needs to know of the base source behind the pass.
         looked_at: called with the record of each step that the loader looks at.
-        left: called with this rank's end of the pipeline when the pass is over; returns whether nothing of it is under
-            way.
+        left: called when the pass is over, with this rank's end of the pipeline and a function that closes ``base``,
+            which is called when nothing of the pipeline is under way.
     """
 
     start: Step
@@ -59,7 +59,7 @@ class DispatchPlan:
     steps: Iterator[Dispatched]
     ending: Callable[[], dict[str, Json] | None]
     looked_at: Callable[[dict[str, Json]], None]
-    left: Callable[[Sender | Receiver], bool]
+    left: Callable[[Sender | Receiver, Callable[[], None]], None]
 
 
 @final
@@ -137,8 +137,13 @@ class DispatchPass(Pass):
 
     def close(self) -> None:
         super().close()
-        over = self._end is None or self._plan.left(self._end)
-        if self._plan.base is not None and over:
+        if self._end is None:
+            self._close_base()
+        else:
+            self._plan.left(self._end, self._close_base)
+
+    def _close_base(self) -> None:
+        if self._plan.base is not None:
             self._plan.base.close()
             if self.delivered and not self.complete:
                 self._plan.base.rewind(self.step(self.delivered).private)

@@ -49,7 +49,7 @@ class DispatchSource(Source):
         )
         self.total_batch_size = base.total_batch_size * self._dealer.takes
         self._peers: LoaderGroup | None = None
-        self._leaving: Sender | Receiver | None = None
+        self._leaving: tuple[Sender | Receiver, Callable[[], None]] | None = None
         self._record: dict[str, Json] | None = None
         self._record_behind: dict[str, Json] | None = None
         self._dealt_with: dict[str, Json] = {}
@@ -63,9 +63,14 @@ class DispatchSource(Source):
     def begin(self, cursor: Cursor) -> DispatchPass:
         if self._peers is None:
             self._peers = self._connect()
-        if self._leaving is not None and not self._leaving.close(None if self._peers is None else self._peers.patience):
-            raise DataStateError("the pass before has not ended: some rank is still in the loop all others have left")
-        self._leaving = None
+        if self._leaving is not None:
+            end, close_base = self._leaving
+            if not end.close(None if self._peers is None else self._peers.patience):
+                raise DataStateError(
+                    "the pass before has not ended: some rank is still in the loop all others have left"
+                )
+            self._leaving = None
+            close_base()
         self._record = self._record_behind = None
         self._passes += 1
         length, peers = self.length(cursor), self._peers
@@ -187,12 +192,13 @@ class DispatchSource(Source):
     def _looked_at(self, record: dict[str, Json]) -> None:
         self._record = record
 
-    def _left(self, end: Sender | Receiver) -> bool:
-        """Ends the threads of a pass; unfinished sends and receives continue in the background."""
-        if not end.close():
-            self._leaving = end
+    def _left(self, end: Sender | Receiver, close_base: Callable[[], None]) -> None:
+        """Ends the thread of a pass, then what it reads; unfinished sends and receives continue in the background."""
+        if end.close():
+            close_base()
+        else:
+            self._leaving = end, close_base
         self._record_behind = end.behind
-        return self._leaving is None
 
 
 def _alike(one: dict[str, Json], other: dict[str, Json]) -> bool:
