@@ -144,6 +144,32 @@ def test_a_refused_load_keeps_the_weights_of_the_window() -> None:
     assert list(clock.windows()) == [""]
 
 
+def test_a_load_that_an_object_refuses_keeps_the_open_window(tmp_path: Path) -> None:
+    class Refusing:
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise ValueError("not this one")
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.register_for_checkpointing(Refusing())
+    accelerator.save_state(tmp_path / "a")
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((3, 1), 6.0, dtype=torch.float64)).sum(), weight=3)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="not this one"):
+        accelerator.load_state(tmp_path / "a")
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 1), 2.0, dtype=torch.float64)).sum(), weight=1)
+        optimizer.step()
+    assert float(model.weight.detach()) == pytest.approx(-(18.0 + 2.0) / 4, rel=1e-12)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
 def test_resumed_ranks_without_a_further_backward_step_with_the_gradients_that_were_saved(

@@ -12,14 +12,14 @@ import torch
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, check_parts
 from accel.checkpoints.rank_states import CLOCK, RankStates
 from accel.checkpoints.run_facts import RunDescription
-from accel.checkpoints.train_state import LoaderState, Stateful, TrainState
-from accel.loop.accumulator import StepClock
+from accel.checkpoints.train_state import ClockState, LoaderState, Stateful, TrainState
 from accel_backends.ops.dtensor import sharded_like
 from accel_backends.roles.prepared_states import ModelState, OptimizerState
 from accel_backends.roles.saved_state_check import PartReport, check_keys
 from accel_state.pytree.saved_shapes import is_packed
 
 if TYPE_CHECKING:
+    from accel.loop.accumulator import StepClock
     from accel.prepared import PreparedObjects
     from accel_backends import Backend
     from accel_ckpt import Checkpoint
@@ -120,7 +120,7 @@ class Restoration:
         fetched = fetch()
         return replace(restoration, fetch=lambda: fetched)
 
-    def apply(self, backend: "Backend", prepared: "PreparedObjects", clock: StepClock) -> None:
+    def apply(self, backend: "Backend", prepared: "PreparedObjects", clock: "StepClock") -> None:
         """Loads all parts. Collective.
 
         First those that can refuse only when they are loaded (loaders, objects of the user), then models and
@@ -236,7 +236,7 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
     error: Exception | None = None
     try:
         for name, (part, state) in parts.items():
-            if isinstance(part, LoaderState | StepClock):
+            if isinstance(part, LoaderState | ClockState):
                 undo.append((name, part.undo()))
             else:
                 own = part.state_dict()
