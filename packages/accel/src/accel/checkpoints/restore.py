@@ -243,7 +243,7 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
                 if name.startswith("scheduler"):
                     check_keys(name, own, state)
                 undo.append((name, partial(part.load_state_dict, _copy_of(own))))
-                state = _sharded_as(own, state)
+                state = _as_present(own, state)
             part.load_state_dict(state)
     except Exception as caught:
         caught.add_note(f"while {name} was loaded")
@@ -256,14 +256,24 @@ def _load_small(parts: Mapping[str, tuple[Stateful, Any]], session: "Session") -
     return undo
 
 
-def _sharded_as(present: Any, saved: Any) -> Any:
-    """Returns a saved state, whose full tensors are sharded where the present state has sharded ones of their shape."""
+def _as_present(present: Any, saved: Any) -> Any:
+    """Returns a saved state with sharded tensors, and mappings of a class, where the present state has such.
+
+    A checkpoint has full tensors and plain dicts, and a schedule takes what it loads as its attributes: the milestones
+    of a ``MultiStepLR`` are a ``Counter``.
+    """
     if isinstance(saved, torch.Tensor):
         return sharded_like(saved, present) if isinstance(present, torch.Tensor) else saved
     if isinstance(saved, dict) and isinstance(present, Mapping):
-        return {key: _sharded_as(present.get(key), value) for key, value in saved.items()}
+        found = {key: _as_present(present.get(key), value) for key, value in saved.items()}
+        if type(present) is dict or not isinstance(present, dict):
+            return found
+        own = present.copy()
+        own.clear()
+        own.update(found)
+        return own
     if isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
-        return [_sharded_as(one, value) for one, value in zip(present, saved, strict=True)]
+        return [_as_present(one, value) for one, value in zip(present, saved, strict=True)]
     return saved
 
 
