@@ -1,4 +1,4 @@
-"""A schedule goes on in a resumed run."""
+"""A schedule goes on in a run whose optimizer has its groups of parameters in other places."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -57,3 +57,25 @@ def test_a_schedule_goes_on_for_groups_in_the_same_order(tmp_path: Path, schedul
     saving.accelerator.save_state(tmp_path / "a")
     loading.accelerator.load_state(tmp_path / "a")
     assert loading.rates(6) == saving.rates(6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_goes_on_for_groups_in_another_order(tmp_path: Path, schedule: str) -> None:
+    saving, loading = Run("body", "head", schedule=schedule), Run("head", "body", schedule=schedule)
+    saving.rates(2)
+    saving.accelerator.save_state(tmp_path / "a")
+    loading.accelerator.load_state(tmp_path / "a")
+    assert loading.rates(6) == saving.rates(6)
+
+
+@pytest.mark.parametrize("schedule", ["lambda", "cyclic"])
+@pytest.mark.parametrize("names", [("new", "body", "head"), ("head", "new")], ids="+".join)
+def test_new_groups_keep_their_own_rates(tmp_path: Path, names: tuple[str, ...], schedule: str) -> None:
+    saving, loading = Run("body", "head", schedule=schedule), Run(*names, schedule=schedule)
+    whole = Run("body", "head", "new", schedule=schedule)
+    saving.rates(2)
+    whole.rates(2)
+    saving.accelerator.save_state(tmp_path / "a")
+    loading.accelerator.load_state(tmp_path / "a", strict=False)
+    for found, expected in zip(loading.rates(6), whole.rates(6), strict=True):
+        assert found == {name: expected[name] for name in names}

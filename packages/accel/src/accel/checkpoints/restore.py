@@ -12,6 +12,7 @@ import torch
 from accel.checkpoints.load_report import RNG, LoadOptions, LoadReport, check_parts
 from accel.checkpoints.rank_states import CLOCK, RankStates
 from accel.checkpoints.run_facts import RunDescription
+from accel.checkpoints.schedules import regrouped, saved_places
 from accel.checkpoints.train_state import ClockState, LoaderState, Stateful, TrainState
 from accel_backends.ops.dtensor import sharded_like
 from accel_backends.roles.prepared_states import ModelState, OptimizerState
@@ -88,6 +89,7 @@ class Restoration:
         large = {name: part for name, part in wanted.items() if isinstance(part, ModelState | OptimizerState)}
         likes: dict[str, Any] = {}
         places: dict[str, Any] = {}
+        moved: dict[int, list[int | None] | None] = {}
         planned: list[PlannedFetch] = []
         small: dict[str, tuple[Stateful, Any]] = {}
         own: dict[str, Any] = {}
@@ -100,14 +102,18 @@ class Restoration:
             _warn_of_own(checkpoint, wanted, session)
             for name, part in large.items():
                 likes[name] = part.state_dict()
-                reports[name] = part.check(name, likes[name], checkpoint.facts(name, read=_is_packed))
+                facts = checkpoint.facts(name, read=_is_packed)
+                reports[name] = part.check(name, likes[name], facts)
                 if (mine := _own(checkpoint, name, session)) is not None:
                     own[name] = mine
                 places[name] = part.placement() if isinstance(part, OptimizerState) else None
+                if isinstance(part, OptimizerState):
+                    moved[id(part.optimizer)] = saved_places(likes[name], facts)
             rank_states.append(RankStates.read(checkpoint, session, backend, options))
             for name, one in wanted.items():
                 if name not in large:
-                    small[name] = (one, _read(checkpoint, name, one, session))
+                    state = _read(checkpoint, name, one, session)
+                    small[name] = (one, _by_group(one, state, moved) if name.startswith("scheduler") else state)
             planned.append(checkpoint.planned(likes, places=places, peers=peers, in_place=in_place, verify=verify))
             return planned[0].reads
 
@@ -318,6 +324,12 @@ def _read(checkpoint: "Checkpoint", name: str, part: Stateful, session: "Session
     if isinstance(part, LoaderState):
         return state if own is None else {**state, LoaderState.PRIVATE: own}
     return state if own is None else own
+
+
+def _by_group(schedule: Any, state: Any, moved: Mapping[int, list[int | None] | None]) -> Any:
+    """The state of a schedule, with the entries of each group of its optimizer where the group is now."""
+    places = [moved.get(id(one.optimizer)) for one in schedule.optimizers]
+    return state if len(places) != 1 or places[0] is None else regrouped(schedule.state_dict(), state, places[0])
 
 
 def _warn_of_own(checkpoint: "Checkpoint", parts: Mapping[str, Stateful], session: "Session") -> None:
