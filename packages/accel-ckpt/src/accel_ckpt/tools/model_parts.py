@@ -34,11 +34,9 @@ def load_model_parts(path: str | os.PathLike[str], like: Mapping[str, torch.Tens
         for file in model_files(locate(path)):
             source = opened.enter_context(closing(open_plain(file)))
             spans, metadata = read_plain(source, str(file))
-            names = {key: key for key in spans}
-            names |= {key: first for key, first in metadata.items() if key in like and first in spans}
+            tied = {key: first for key, first in metadata.items() if key in like and first in spans}
+            names = tied | {key: key for key in spans}
             for key, stored in names.items():
-                if key != stored and stored in like:
-                    continue  # tied in ``like`` too, which has the stored name
                 loaded[key] = _part(key, source, spans[stored], like.get(key))
     return loaded
 
