@@ -79,6 +79,15 @@ def test_an_export_that_ends_anywhere_leaves_the_old_or_the_new(
     pytest.fail("20 calls were not enough to export")
 
 
+@pytest.mark.parametrize("call", range(1, 5))
+def test_new_shards_under_the_names_of_old_ones_are_not_read_with_those(tmp_path: Path, call: int) -> None:
+    export_model(state(), tmp_path, "10KB")
+    with injected(f"raise(EIO) at call {call} of os:replace"), pytest.raises(CheckpointError):
+        export_model(state(), tmp_path, "10KB")
+    with pytest.raises(CheckpointError, match="should hold one safetensors file or index"):
+        load_model_files(tmp_path)
+
+
 def test_tied_tensors_are_written_once_and_come_back_under_both_names(tmp_path: Path) -> None:
     weight = torch.randn(50, 50)
     export_model({"embedding": weight, "x": torch.ones(2), "head": weight}, tmp_path)

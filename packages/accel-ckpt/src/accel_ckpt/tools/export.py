@@ -251,6 +251,10 @@ def _write_files(
             write(name, Content(partial(_pieces, header, keys, values), size, threads=0))
         for name, document in (documents or {}).items():
             write(name, Content.of(document))
+        if documents and any(name in files for name in storage.names(folder)):
+            # New files under the names of old ones: an index of them would be one of both, if this ended here.
+            for name in documents:
+                storage.remove(folder / name)
         storage.publish(written)
     finally:
         for temporary in written:
