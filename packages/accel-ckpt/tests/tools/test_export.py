@@ -116,6 +116,27 @@ def test_sharded_tensors_are_put_together(tmp_path: Path, rank: int) -> None:
         export_model(model, tmp_path / "file" / "below")
 
 
+@pytest.mark.ranks(2)
+def test_a_rank_without_elements_of_tied_tensors_exports_them_as_the_others_do(tmp_path: Path, rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    scale = distribute_tensor(torch.full((1,), 3.0), mesh, [Shard(0)])
+    model = {"a.scale": scale, "b.scale": scale, "w": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])}
+    export_model(model, tmp_path)
+    back = load_model_files(tmp_path)
+    assert back["a.scale"] is back["b.scale"]
+    assert back["a.scale"].tolist() == [3.0]
+    assert back["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.ranks(2)
+def test_what_one_rank_cannot_export_is_an_error_on_all(tmp_path: Path, rank: int) -> None:
+    with pytest.raises(CheckpointError, match="w is on the meta device"):
+        export_model({"w": torch.ones(2, device="meta" if rank else "cpu")}, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("10GB", 10**10), ("5GiB", 5 * 2**30), ("300 kb", 300_000), (77, 77), ("1.5MB", 1_500_000), ("12", 12)],

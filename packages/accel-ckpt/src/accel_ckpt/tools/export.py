@@ -63,7 +63,16 @@ def export_model(
     """
     peers = RankGroup.of(group)
     folder = locate(directory)
-    kept, aliases = _without_ties(state)
+    what = f"exporting to {folder}"
+
+    def tied() -> dict[str, str]:
+        kept, aliases = _without_ties(state)
+        _arranged(kept, name, max_shard_size)  # refuses what no file holds, before any rank waits for another
+        return aliases
+
+    # A rank without elements of tied tensors does not see that they are tied.
+    aliases = peers.run_on_all(what, tied)[0]
+    kept = {key: tensor for key, tensor in state.items() if key not in aliases}
     files = _arranged(kept, name, max_shard_size)
     values = _Gathered(kept, [key for keys in files.values() for key in keys])
 
@@ -74,7 +83,7 @@ def export_model(
         finally:  # a rank that fails, or writes nothing, still takes part in the all-gathers
             values.finish()
 
-    peers.run_on_all(f"exporting to {folder}", write)
+    peers.run_on_all(what, write)
     return [folder / file for file in files]
 
 
