@@ -148,6 +148,26 @@ def test_leaving_by_an_exception_waits_and_keeps_it(tmp_path: Path, caplog: pyte
     assert "failed too" in caplog.text
 
 
+def test_leaving_by_sys_exit_does_not_hide_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+
+    def train() -> None:
+        with AsyncSaver() as saver:
+            _failing_save(saver, tmp_path / "bad")
+            sys.exit(0)
+
+    with pytest.raises(CheckpointError, match="other files"):
+        train()
+
+
+def test_a_closed_saver_says_so_and_begins_nothing(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "one", {"n": 1})
+    with pytest.raises(CheckpointError, match="this AsyncSaver is closed"):
+        saver.save(tmp_path / "two", {"n": 2})
+    assert os.listdir(tmp_path) == ["one"]
+
+
 def test_a_series_is_pruned_after_the_commit(tmp_path: Path) -> None:
     series = CheckpointDirectory(tmp_path, retention=keep_last(2))
     with AsyncSaver() as saver:

@@ -99,7 +99,7 @@ class AsyncSaver:
         peers = RankGroup.of(group)
         self._peers = peers if peers.group is None else RankGroup(host_group(peers.group), peers.nodes)
         self._threads = _local_threads(self._peers)
-        self._alike = False
+        self._alike = self._closed = False
         self._handle: SaveHandle | None = None
         self._running: Future[None] | None = None
         # Kept for all saves: under load, starting a thread takes longer than the copy.
@@ -125,9 +125,12 @@ class AsyncSaver:
         compare digests before each copy.
 
         Raises:
-            CheckpointError: an earlier save failed and the error was not raised yet, or this save cannot begin.
+            CheckpointError: an earlier save failed and the error was not raised yet, or this save cannot begin, or
+                the saver is closed.
         """
         start = time.perf_counter()
+        if self._closed:
+            raise CheckpointError("this AsyncSaver is closed; make another one")
         self.wait()
         target = locate(path)
         make: MakeDraft = partial(make_draft, state, local, metadata, self._peers, threads=self._threads)
@@ -165,6 +168,7 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
+            self._closed = True
             self._pool.shutdown()
             self._snapshot.free()
             if self._peers.group is not None:
@@ -181,7 +185,7 @@ class AsyncSaver:
         try:
             self.close()
         except CheckpointError:
-            if kind is None:
+            if kind is None or issubclass(kind, SystemExit):  # a status of 0 would hide it
                 raise
             _LOG.exception("a save under way failed too")  # the first exception is raised instead
 
