@@ -128,11 +128,19 @@ class CheckedFile:
     """File of a checkpoint for reading; each block is verified against its digest before its bytes are first used."""
 
     def __init__(
-        self, source: ByteSource, record: FileRecord, name: str, *, block: int = BLOCK, digest: Digest = "crc32"
+        self,
+        source: ByteSource,
+        record: FileRecord,
+        name: str,
+        *,
+        block: int = BLOCK,
+        digest: Digest = "crc32",
+        scratch: threading.local | None = None,
     ) -> None:
         self.source, self.record, self.name, self.block = source, record, name, block
         self._digest = DIGESTS[digest]
-        self._scratch = threading.local()
+        # Shared by the files of a checkpoint, of which a large run has thousands: a thread works on one at a time.
+        self._scratch = threading.local() if scratch is None else scratch
         self._checked = bytearray(len(record.blocks))
         if source.size != record.size:
             raise CheckpointCorruptError(f"{name}: {source.size} bytes, but {record.size} were written")
@@ -245,10 +253,10 @@ class CheckedFile:
 
     def _room(self, number: int) -> memoryview:
         """Returns this thread's scratch memory for a block, reused for the next block."""
-        buffer = getattr(self._scratch, "buffer", None)
-        if buffer is None:
+        buffer, size = getattr(self._scratch, "buffer", b""), min(self.block, self.record.size)
+        if len(buffer) < size:
             # Mapped, so that it is freed with its thread: allocators keep memory that many threads have freed.
-            buffer = self._scratch.buffer = mmap.mmap(-1, min(self.block, self.record.size))
+            buffer = self._scratch.buffer = mmap.mmap(-1, size)
             with suppress(OSError, AttributeError):  # a system without huge pages, as in ``huge_pages``
                 buffer.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(buffer)[: self.length(number)]

@@ -1,5 +1,6 @@
 """The files of one checkpoint, each opened when it is first read."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
@@ -21,6 +22,7 @@ class OpenedFiles:
     def __init__(self, folder: Location, manifest: Manifest, storage: Storage) -> None:
         self._folder, self._manifest, self._storage = folder, manifest, storage
         self._files: dict[str, CheckedFile] = {}
+        self._scratch = threading.local()
 
     def __getitem__(self, name: str) -> CheckedFile:
         """Returns a file, opened.
@@ -40,7 +42,12 @@ class OpenedFiles:
                     raise CheckpointCorruptError(f"{part}: a link; a checkpoint holds none")
             source = self._storage.open(place / last)
             self._files[name] = CheckedFile(
-                source, record, name, block=self._manifest.block_size, digest=self._manifest.digest
+                source,
+                record,
+                name,
+                block=self._manifest.block_size,
+                digest=self._manifest.digest,
+                scratch=self._scratch,
             )
         return self._files[name]
 
