@@ -4,6 +4,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import shutil
 import stat
 import weakref
@@ -83,7 +84,7 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
-            self.handle = os.open(path, flags)
+            self.handle = _open(path, flags)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise CheckpointCorruptError(f"{path.name}: a link; a checkpoint holds none") from None
@@ -121,6 +122,19 @@ class FileSource:
         if self._memory is None:
             self._memory = memoryview(mmap.mmap(self.handle, self.size, access=mmap.ACCESS_COPY))
         return self._memory
+
+
+def _open(path: Path, flags: int) -> int:
+    """Opens a file. The limit on open files is doubled when it is reached: a large run has more than the usual 1024."""
+    while True:
+        try:
+            return os.open(path, flags)
+        except OSError as error:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            more = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+            if error.errno != errno.EMFILE or more <= soft:
+                raise
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
 
 
 def _first(waiting: deque[memoryview], size: int) -> list[memoryview]:
