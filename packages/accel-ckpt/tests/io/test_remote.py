@@ -29,6 +29,7 @@ from accel_testing.faults.faults import injected
 fsspec: Any = pytest.importorskip("fsspec")
 pytest.importorskip("tenacity")
 _NUMBERS = itertools.count()
+_LocalFiles: Any = import_module("fsspec.implementations.local").LocalFileSystem
 
 
 def use_server(endpoint: str) -> None:
@@ -272,6 +273,39 @@ def test_two_runs_that_want_one_place_do_not_mix(folder: str) -> None:
     with pytest.raises(FileExistsError):
         store.put(target / "manifest.json", b"{}", overwrite=False)
     assert open_checkpoint(target).read("n") == 1
+
+
+class _Folders(_LocalFiles):
+    """A file system with folders, as SFTP and SMB have them, whose files do not say how much they have written."""
+
+    protocol = "folders"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(_LocalFiles._strip_protocol(path.removeprefix("folders://")))
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super().open(path, mode, **options)
+        if "w" in mode:
+            write = file.write
+            file.write = lambda content: write(content) and None
+        return file
+
+
+def test_a_file_system_with_folders_gets_those_that_it_needs(tmp_path: Path) -> None:
+    fsspec.register_implementation("folders", _Folders, clobber=True)
+    place = f"folders://{tmp_path}/run"
+    large = {"w": torch.arange(BLOCK // 4, dtype=torch.float64)}
+    series = CheckpointDirectory(f"{place}/series", retention=keep_last(1))
+    for number in range(2):
+        series.save({"model": large, "n": number})
+    assert open_checkpoint(f"{place}/series/checkpoint_1").read("n") == 1
+    assert os.listdir(tmp_path / "run" / "series") == ["checkpoint_1"]
+    accel_ckpt.export_model(large, f"{place}/out/a")
+    assert torch.equal(accel_ckpt.load_model_files(f"{place}/out/a")["w"], large["w"])
+    with pytest.raises(CheckpointError, match="there is no such place"):
+        accel_ckpt.save("folders:///misspelt/run", {"n": 1})
+    assert not os.path.exists("/misspelt")
 
 
 def test_a_request_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,14 +103,16 @@ class RemoteStorage(Storage):
                 with self._files.open(self._path(file), "wb") as out:
                     for views in in_blocks(content.pieces()):
                         digester.add(views)
-                        written += sum(out.write(view) for view in views)
+                        for view in views:
+                            out.write(view)  # of some file systems (SFTP) it does not return the number of bytes
+                            written += len(view)
                 return FileRecord(written, tuple(digester.digests()))
 
         if content.size <= BLOCK:
             small = b"".join(content.pieces())
             self.put(file, small)
             return FileRecord(len(small), (digest([small]),) if small else ())
-        return self._patiently(f"writing {file}", upload)
+        return self._in_folder(file, upload)
 
     def put(self, file: Location, content: bytes, *, overwrite: bool = True) -> None:
         """Writes a small file in one request.
@@ -126,7 +128,7 @@ class RemoteStorage(Storage):
                 if self.get(file) != content:  # otherwise an earlier attempt succeeded and its response was lost
                     raise
 
-        self._patiently(f"writing {file}", once)
+        self._in_folder(file, once)
 
     def get(self, file: Location, begin: int | None = None, end: int | None = None) -> bytes:
         """Reads a range of a file."""
@@ -195,6 +197,28 @@ class RemoteStorage(Storage):
             return ""
         except CheckpointError:
             return None
+
+    def _in_folder(self, file: Location, write: Callable[[], T]) -> T:
+        """Writes a file. A file system with folders refuses one whose folder does not exist, which is created then.
+
+        The first folder of a path is not: it is a bucket or a share, and its name may be a mistake.
+        """
+        path = self._path(file.parent)
+
+        def once() -> T:
+            try:
+                return write()
+            except FileNotFoundError:
+                first = "/" * path.startswith("/") + path.lstrip("/").partition("/")[0]
+                if not self._files.exists(first):
+                    raise
+                self._files.makedirs(path, exist_ok=True)
+                return write()
+
+        try:
+            return self._patiently(f"writing {file}", once)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"writing {file}: there is no such place: {error}") from error
 
     def _remove_one_by_one(self, path: str) -> None:
         for name, entry in reversed(self._files.find(path, withdirs=True, detail=True).items()):
