@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import accel_ckpt
+from accel_ckpt.saving import transaction
 from accel_state.errors import CheckpointError, CheckpointMismatchError
 from accel_testing.pytest.logs import heard
 
@@ -205,3 +206,15 @@ def test_every_rank_hears_of_damage_in_another_ranks_share(tmp_path: Path, rank:
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"tensors-00001\.safetensors"):
         accel_ckpt.open_checkpoint(saved.path, group=dist.group.WORLD)
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_that_ranks_do_not_share_is_named_with_what_to_do(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rank == 1:  # on another machine, whose disk has the same paths
+        original = transaction.locate
+        monkeypatch.setattr(transaction, "locate", lambda place: original(str(place).replace("one", "other")))
+    (tmp_path / "one").mkdir(exist_ok=True)
+    with pytest.raises(CheckpointError, match=r"a place that all ranks share\?.*save_on_each_node"):
+        accel_ckpt.save(tmp_path / "one" / "saved", {"w": torch.zeros(3)}, local={"rank": rank})

@@ -191,6 +191,12 @@ class SaveTransaction:
             raise
 
     def _write(self, pieces: Callable[[], Iterable[memoryview]], threads: int | None) -> "Written":
+        if isinstance(self.folder, Path) and not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder}, which another rank has created, is not there on this one; is {self.folder.parent} a "
+                "place that all ranks share? (machines that share none: group=PerNode(node=...), or save_on_each_node "
+                "of an Accelerator's ProjectConfiguration)"
+            )
         records: dict[str, FileRecord] = {}
         self.on_stage("write")
         for name, document in self.part.documents.items():
