@@ -4,12 +4,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+import torch
 from torch.optim import Optimizer
 
 from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
     from accel.loop.accumulator import StepClock
+
+_BACKWARD_AGAIN = (
+    "the closure of {optimizer} goes backward again in the last micro-batch of an accumulation window, and the step "
+    "needs the gradients of all of its micro-batches, which the closure does not compute; nearest: "
+    "gradient_accumulation_steps=1, or without accumulate a closure that goes through all micro-batches"
+)
 
 
 class GroupCheck(Protocol):
@@ -59,12 +66,19 @@ class PreparedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters if a step is due, and returns the closure's loss (None without a closure).
 
+        In a micro-batch whose step is not due, the closure is called once, because its backward may be in it.
+
         Raises:
-            BackendError: the Accelerator that prepared this optimizer has released it.
+            BackendError: the Accelerator that prepared this optimizer has released it; or the closure goes backward
+                again in the last of several micro-batches (LBFGS, SAM), whose step needs the gradients of all of them.
         """
         if not self._clock.due:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             self._clock.uncleared.discard(self)
-            return None
+            return loss
         if self._backend is None:
             raise BackendError("this optimizer was freed by free_memory(); prepare an optimizer again before stepping")
         losses: list[Any] = []
@@ -74,7 +88,7 @@ class PreparedOptimizer(Optimizer):
         else:
 
             def keeping() -> Any:
-                losses.append(closure())
+                losses.append(self._evaluated(closure, again=bool(losses)))
                 return losses[-1]
 
             stepped = self._backend.step(self.optimizer, keeping)
@@ -86,6 +100,23 @@ class PreparedOptimizer(Optimizer):
         if not stepped and self._on_skip is not None and (tell := self._on_skip()) is not None:
             tell()
         return losses[0] if losses else None
+
+    def _evaluated(self, closure: Callable[[], Any], *, again: bool) -> Any:
+        """Calls the closure of a step that is due; ``again``: not for the first time.
+
+        Raises:
+            BackendError: a backward in it is not the first one of the last of several micro-batches.
+        """
+        clock = self._clock
+        several, unstepped = clock.window.several, clock.unstepped
+        if not (several and again):
+            clock.unstepped = False  # until a backward
+            loss = closure()
+            if not (several and unstepped and clock.unstepped):
+                clock.unstepped = clock.unstepped or unstepped
+                clock.finish()
+                return loss
+        raise BackendError(_BACKWARD_AGAIN.format(optimizer=type(self.optimizer).__name__))
 
     @property
     def uncleared(self) -> bool:

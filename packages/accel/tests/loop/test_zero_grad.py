@@ -1,5 +1,6 @@
 """``zero_grad`` at any place of a loop: gradients of a window are cleared once, after its step or in place of it."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,100 @@ def test_a_window_after_a_dropped_one_is_divided_by_all_its_weights(backward: bo
             else:
                 optimizer.zero_grad()
     assert weight(model) == pytest.approx(-1100 / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_the_closure_of_each_micro_batch_is_evaluated(clears: bool) -> None:
+    accelerator, [model], [optimizer] = prepared(3)
+    losses = []
+    for row in ROWS:
+
+        def closure(row: torch.Tensor = row) -> torch.Tensor:
+            if clears:
+                optimizer.zero_grad()
+            loss: torch.Tensor = model(row).sum()
+            accelerator.backward(loss)
+            return loss
+
+        with accelerator.accumulate(model):
+            losses.append(optimizer.step(closure).item())
+            if not clears:
+                optimizer.zero_grad()
+    assert weight(model) == pytest.approx(-111111 / 3, rel=1e-12)
+    assert losses == pytest.approx([0.0] * 3 + [-37.0 * row for row in (1e3, 1e4, 1e5)])
+
+
+def test_a_closure_without_a_backward_changes_nothing() -> None:
+    accelerator, [model], [optimizer] = prepared(3)
+    for row in ROWS:
+        with accelerator.accumulate(model):
+            loss = model(row).sum()
+            accelerator.backward(loss)
+            assert optimizer.step(loss.detach) == loss
+            optimizer.zero_grad()
+    assert weight(model) == pytest.approx(-111111 / 3, rel=1e-12)
+
+
+def test_optimizers_that_step_in_turn_evaluate_a_closure_each() -> None:
+    accelerator, models, optimizers = prepared(3, models=2)
+    for row in ROWS:
+        with accelerator.accumulate(*models):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.step(partial(accelerator.backward, model(row).sum()))
+                optimizer.zero_grad()
+    assert [weight(model) for model in models] == pytest.approx([-111111 / 3] * 2, rel=1e-12)
+
+
+class Ascending(torch.optim.SGD):
+    """Goes backward a second time in a step, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        with torch.enable_grad():
+            return closure()
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "Ascending"])
+def test_an_optimizer_that_goes_backward_again_is_refused_inside_a_window(kind: str) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = nn.Linear(1, 1)
+    made = torch.optim.LBFGS(net.parameters(), max_iter=4) if kind == "LBFGS" else Ascending(net.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(net, made)
+
+    def closure() -> torch.Tensor:
+        if kind == "LBFGS":
+            optimizer.zero_grad()
+        loss: torch.Tensor = (model(torch.ones(2, 1)) - 3).square().sum()
+        accelerator.backward(loss)
+        return loss
+
+    def micro_batch() -> None:
+        with accelerator.accumulate(model):
+            if kind == "Ascending":
+                closure()
+            optimizer.step(closure)
+
+    micro_batch()
+    with pytest.raises(BackendError, match=f"closure of {kind} goes backward again.*gradient_accumulation_steps=1"):
+        micro_batch()
+
+
+def test_lbfgs_evaluates_its_closure_as_often_as_it_likes_without_accumulation() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=8))
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (model(torch.ones(2, 1)) - 3).square().sum()
+        accelerator.backward(loss)
+        calls.append(loss.item())
+        return loss
+
+    with accelerator.accumulate(model):
+        assert optimizer.step(closure).item() == calls[0]
+    assert len(calls) > 1
+    assert min(calls) < 1e-6
