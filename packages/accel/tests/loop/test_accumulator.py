@@ -1,5 +1,6 @@
 """The accumulation clock, with loaders that are plain data."""
 
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -253,6 +254,21 @@ def test_a_restored_clock_goes_on_where_it_was(ticks: int) -> None:
     assert [(other.tick(), other.share, other.step) for _ in range(7)] == [
         (clock.tick(), clock.share, clock.step) for _ in range(7)
     ]
+
+
+def test_a_restored_window_weighs_one_with_what_an_abandoned_pass_has_left() -> None:
+    clock, loader = clock_of(4), FakeLoader(4)
+    clock.began(loader)
+    for index in (0, 1, 0):  # a pass is left inside a window, and the next window begins
+        loader.window = Planned(index, 4, 0.25)
+        clock.tick()
+    other = clock_of(4)
+    other.began(loader)
+    other.load_state_dict(json.loads(json.dumps(clock.state_dict())))
+    for index in (1, 2, 3):
+        loader.window = Planned(index, 4, 0.25)
+        assert other.tick() == clock.tick()
+    assert other.correction == clock.correction == pytest.approx(1 / 1.5)
 
 
 @pytest.mark.parametrize("num_steps", [0, -1, 1.5, True, "2"])

@@ -12,7 +12,7 @@ from accel_state.errors import ConfigError
 Key = tuple[int, ...]
 """Models for which a window accumulates, as positions among the prepared ones; empty: all models."""
 
-STEPS_KEY, DIVISORS_KEY = "steps", "divisors"
+STEPS_KEY, DIVISORS_KEY, LEFT_KEY = "steps", "divisors", "left"
 PATIENCE = 100
 """Rounds for which an unfinished window keeps the loss scale from changing; afterwards it counts as abandoned."""
 
@@ -344,7 +344,7 @@ class StepClock:
         self.correction = 1.0
 
     def state_dict(self) -> dict[str, object]:
-        """Micro-batches and divisors of summed losses by group of models, as JSON.
+        """Micro-batches, divisors of summed losses and shares of earlier windows by group of models, as JSON.
 
         Gradients of open windows, and the weights of each rank in them, are saved separately.
         """
@@ -355,17 +355,20 @@ class StepClock:
             for text, window in windows.items()
             if window.reference is not None
         }
-        return {STEPS_KEY: steps, DIVISORS_KEY: divisors} if divisors else {STEPS_KEY: steps}
+        left = {text: window.left for text, window in windows.items() if window.left}
+        optional = {DIVISORS_KEY: divisors, LEFT_KEY: left}
+        return {STEPS_KEY: steps, **{key: value for key, value in optional.items() if value}}
 
     def windows(self) -> dict[str, AccumulationWindow]:
         """Returns the windows by their groups of models, as text."""
         return {",".join(map(str, key)): window for key, window in self._windows.items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restores the counts and divisors of ``state_dict``."""
-        steps, divisors = state[STEPS_KEY], state.get(DIVISORS_KEY, {})
+        """Restores what ``state_dict`` returned."""
+        steps, divisors, left = state[STEPS_KEY], state.get(DIVISORS_KEY, {}), state.get(LEFT_KEY, {})
         assert isinstance(steps, Mapping)
         assert isinstance(divisors, Mapping)
+        assert isinstance(left, Mapping)
         self.reset()
         for text, (step, position, size) in steps.items():
             key = tuple(int(part) for part in text.split(",") if part)
@@ -373,6 +376,7 @@ class StepClock:
             self.claimed.update(key)
             window.step, window.position, window.size = step, position, size
             window.denominator, window.reference = divisors.get(text, (None, None))
+            window.left = left.get(text, 0.0)
             window.unreduced = window.open
         self.window = self._windows[()]
         self.resumed = self.open
