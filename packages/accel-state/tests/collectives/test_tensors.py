@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from accel_state.collectives.tensors import (
     all_gather_object,
     broadcast,
     copy_tensor_to_devices,
+    from_order,
     gather,
+    in_order,
     pad_across_processes,
     reduce,
     wire_dtype,
@@ -219,6 +222,31 @@ def check_reduce(rank, world_size, reduction, scale):
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_reduce_is_the_reduction_of_the_stacked_leaves(rank, world_size, reduction, scale):
     check_reduce(rank, world_size, reduction, scale)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reduction", ["max", "min"])
+@pytest.mark.parametrize("dtype", [one for one in DTYPES if one.is_floating_point], ids=str)
+def test_a_nan_of_one_rank_is_the_extreme_on_every_rank(rank, dtype, reduction):
+    number, nan = torch.tensor(1.5 + rank), torch.tensor(math.nan)
+    mine = [nan if rank == 0 else number, number if rank == 0 else nan, -nan if rank == 0 else -number, number]
+    found = reduce([one.to(dtype) for one in mine], reduction)
+    assert [one.dtype for one in found] == [dtype] * 4
+    assert torch.stack([one.float() for one in found]).isnan().tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("nan_last", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_integers_have_the_order_of_the_numbers_they_stand_for(dtype, nan_last):
+    ends, sizes = torch.finfo(dtype), torch.tensor([0.0, 0.5, 1.0, 1e4, math.inf], dtype=dtype)
+    small = torch.tensor([ends.tiny, ends.smallest_normal, ends.max], dtype=dtype)
+    numbers = torch.cat([sizes, small, -sizes[1:], -small]).sort().values
+    integers = in_order(numbers, nan_last=nan_last)
+    assert torch.equal(integers, integers.sort().values)
+    assert equal(from_order(integers), numbers.to(torch.promote_types(dtype, torch.float32)))
+    nans = in_order(torch.tensor([math.nan, -math.nan], dtype=dtype), nan_last=nan_last)
+    assert bool((nans > integers.max() if nan_last else nans < integers.min()).all())
+    assert bool(from_order(nans).isnan().all())
 
 
 @pytest.mark.ranks(4)

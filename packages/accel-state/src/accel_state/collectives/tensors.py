@@ -14,6 +14,7 @@ A tensor on an XLA device is a global array over all machines (SPMD): it is gath
 process.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +184,7 @@ def reduce(
 
     Collective: every rank of the group must call this. The input is not changed. One collective per device and dtype.
     Integers and booleans become floating point in a mean or with a scale; the sum of booleans counts them (int64); all
-    other results keep their dtype.
+    other results keep their dtype. nan on one rank is nan on all.
 
     Raises:
         ValueError: an unknown reduction, or the maximum or minimum of complex numbers.
@@ -219,6 +220,8 @@ def _start_reduce(
         flat = join(same).to(wire_dtype(dtype, reduction), copy=len(same) == 1)
         wait: Callable[[], object] = _nothing
         if group is not None and flat.numel():
+            if op != dist.ReduceOp.SUM and flat.is_floating_point():
+                flat = in_order(flat, nan_last=reduction == "max")
             wait = _wait_of(dist.all_reduce(flat, op, group=group, async_op=True))
         running.append((dtype, indices, same, flat, wait))
 
@@ -226,6 +229,8 @@ def _start_reduce(
         results: dict[int, torch.Tensor] = {}
         for dtype, indices, same, flat, wait in running:
             wait()
+            if dtype.is_floating_point and not flat.is_floating_point():
+                flat = from_order(flat)
             whole = _finish(flat, dtype, reduction, scale, 1 if group is None else group.size())
             results.update(zip(indices, split(whole, same), strict=True))
         return [results[index] for index in range(len(leaves))]
@@ -274,6 +279,27 @@ def wire_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
     if reduction == "mean":
         return torch.int64
     return {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}.get(dtype, dtype)
+
+
+def in_order(numbers: torch.Tensor, *, nan_last: bool) -> torch.Tensor:
+    """Returns integers in the order of floating-point numbers; nan is beyond inf, or below -inf.
+
+    Of nan and a number a backend returns either, in another order of ranks the other one. Integers leave it no choice,
+    so that nan in the input of one rank is nan on every rank, as torch's own ``max`` and ``min`` have it.
+    """
+    wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    wide = wide.masked_fill(wide.isnan(), math.nan if nan_last else -math.nan)
+    return _mirrored(wide.view(torch.int64 if wide.dtype.itemsize == 8 else torch.int32))
+
+
+def from_order(integers: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers, in fp32 or fp64, of which ``in_order`` made ``integers``."""
+    return _mirrored(integers).view(torch.float64 if integers.dtype == torch.int64 else torch.float32)
+
+
+def _mirrored(bits: torch.Tensor) -> torch.Tensor:
+    """Turns the order of negative numbers around, whose bits are a sign and a size; its own inverse."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def _finish(flat: torch.Tensor, dtype: torch.dtype, reduction: str, scale: float, world_size: int) -> torch.Tensor:
