@@ -259,6 +259,19 @@ def test_a_sparse_embedding_that_one_rank_does_not_use_trains_as_in_one_process(
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("tokens", [[[0, 2], [1, 2]], [[0, 2, 1, 2], None]], ids=["both ranks", "one rank"])
+def test_sparse_gradients_that_no_backward_has_reduced_stay_sparse(rank: int, tokens: Any) -> None:
+    ddp = opened()
+    model = ddp.prepare(Bundle([nn.Embedding(4, WIDTH, sparse=True)])).models[0]
+    with ddp.no_sync(model):
+        if tokens[rank] is not None:
+            model(torch.tensor(tokens[rank])).sum().backward()
+    ddp.gradients.reduce(model)
+    assert model.module.weight.grad.is_sparse
+    assert torch.equal(model.module.weight.grad.to_dense()[:, 0], torch.tensor([0.5, 0.5, 1.0, 0.0]))
+
+
+@pytest.mark.ranks(2)
 def test_a_second_backward_of_one_forward_is_refused_within_a_join(rank: int) -> None:
     ddp, model, *_ = prepared()
     with ddp.gradients.join([model]):

@@ -21,3 +21,11 @@ def test_layouts_and_dtypes_may_be_mixed_and_integers_stay(rank):
     assert float(transposed.mean()) == 0.5
     assert tensors[1].item() == rank
     assert float(tensors[2].mean()) == 0.5
+
+
+@pytest.mark.ranks(2)
+def test_a_sparse_tensor_may_have_other_rows_on_each_rank(rank):
+    mine = torch.sparse_coo_tensor([[rank, rank]], torch.full((2, 2), 1.0 + rank), (4, 2))
+    average_tensors([mine])
+    assert mine.is_sparse
+    assert torch.equal(mine.to_dense(), torch.tensor([[1.0, 1.0], [2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]))

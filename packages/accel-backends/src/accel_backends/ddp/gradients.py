@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from accel_backends.ddp.find import find_ddp
 from accel_backends.ddp.reduction import BareReduction, Reduction
 from accel_backends.ops.averaging import average_tensors, brought_by_any
-from accel_backends.ops.fqn import innermost, named_parameters
+from accel_backends.ops.fqn import innermost, named_parameters, sparse_embeddings
 from accel_backends.roles.gradients import NOTHING, ReplicatedGradients
 from accel_state.errors import BackendError
 
@@ -44,10 +44,13 @@ class DDPGradients(ReplicatedGradients):
         if not any(one.model is own for one in self._reductions):
             return
         brought = brought_by_any(self.unreduced(model), self.group)
+        sparse = {id(module.weight) for _, module in sparse_embeddings(model)}
         means = []
         for name, parameter in named_parameters(model).items():
             if name in brought:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                if parameter.grad is None:
+                    zero = torch.zeros_like(parameter)
+                    parameter.grad = zero.to_sparse(1) if id(parameter) in sparse else zero
                 means.append(parameter.grad)
         average_tensors(means, self.group)
 

@@ -11,7 +11,7 @@ from accel_state.collectives.objects import all_gather_object
 def average_tensors(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
     """Replaces each tensor by its mean over the ranks of ``group``, in place: one all-reduce per dtype and device.
 
-    Integer tensors are left alone.
+    Integer tensors are left alone. Sparse ones, of other rows on each rank, get the rows of all ranks.
 
     Collective: every rank of the group must call this.
     """
@@ -24,10 +24,12 @@ def average_tensors(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
             places.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     with torch.no_grad():
         for parts in places.values():
-            flat = torch.cat([part.reshape(-1) for part in parts]).div_(world_size)
+            dense = [part.to_dense() if part.is_sparse else part for part in parts]
+            flat = torch.cat([part.reshape(-1) for part in dense]).div_(world_size)
             dist.all_reduce(flat, group=group)
             for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(mean.view_as(part))
+                whole = mean.view(part.shape)
+                part.copy_(whole.to_sparse(part.sparse_dim()) if part.is_sparse else whole)
 
 
 def brought_by_any(gradients: Mapping[str, torch.Tensor], group: Any = None) -> set[str]:
