@@ -79,6 +79,9 @@ def train(
 def assert_trained(backend: FSDPBackend, model: nn.Module, expected: nn.Module, rtol: float = 1e-10) -> None:
     state = backend.states.full_model(model, main_only=False)
     for name, value in expected.named_parameters():
+        assert state[name].shape == value.shape
+        if not value.numel():
+            continue
         distance = float((state[name] - value.detach()).abs().max())
         assert distance <= rtol * float(value.detach().abs().max()), f"{name} is {distance:.1e} away"
 
@@ -213,19 +216,19 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(rank: int) -> None:
 
 
 class Scaled(nn.Module):
-    """A parameter without dimension, which cannot be sharded, beside ones that can."""
+    """Parameters without dimension or elements, which cannot be sharded, beside ones that can."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.scale, self.empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(0, 7))
         self.first, self.last = nn.Linear(4, 7), nn.Linear(7, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.first(x)) * self.scale)
+        return self.last(torch.tanh(self.first(x)) * self.scale + self.empty.sum(0))
 
 
 @pytest.mark.ranks(2)
-def test_a_parameter_without_dimension_is_averaged_whole(rank: int) -> None:
+def test_parameters_without_dimension_or_elements_are_averaged_whole(rank: int) -> None:
     torch.manual_seed(0)
     model, expected = Scaled().double(), Scaled().double()
     expected.load_state_dict(model.state_dict())

@@ -49,7 +49,7 @@ from accel_backends.fsdp.validate import (
     compare_ranks,
     is_sharded,
 )
-from accel_backends.fsdp.wrap_units import Units, parameters_to_split
+from accel_backends.fsdp.wrap_units import Units, parameters_to_split, stays_full
 from accel_backends.ops.compile import TorchDynamoPlugin
 from accel_backends.ops.copying import refuse_copies
 from accel_backends.ops.dtensor import is_dtensor, loop_over_meshes, placed_like
@@ -306,7 +306,7 @@ class FSDPBackend(ModuleBackend):
             if is_sharded(innermost(model)):
                 found |= {id(parameter): parameter for parameter in model.parameters() if is_dtensor(parameter)}
             else:
-                found |= {id(p): p for p in parameters_to_split(model, self._units(model)) if p.dim() > 0}
+                found |= {id(p): p for p in parameters_to_split(model, self._units(model)) if not stays_full(p)}
         return found
 
     def _sharder(self) -> Sharder:

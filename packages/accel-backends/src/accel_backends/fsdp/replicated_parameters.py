@@ -12,7 +12,7 @@ from accel_state.watchdog.decorator import recorded
 
 @final
 class ReplicatedParameters:
-    """Averages gradients of parameters that are not sharded: those without dimension, and those of ignored modules.
+    """Averages gradients of parameters that are not sharded: without dimension or elements, or of ignored modules.
 
     ``average`` reduces all gradients together after a backward of the backend, so that ranks and micro-batches may use
     different parameters. In a direct ``loss.backward()`` each gradient is averaged when it has been accumulated; then

@@ -14,7 +14,7 @@ from accel_backends.fsdp.config import FSDPConfig
 from accel_backends.fsdp.replicated_parameters import ReplicatedParameters
 from accel_backends.fsdp.unreduced_gradients import drop_unreduced
 from accel_backends.fsdp.unused_parameters import Usage
-from accel_backends.fsdp.wrap_units import Units, find_units
+from accel_backends.fsdp.wrap_units import Units, find_units, stays_full
 from accel_backends.ops.fqn import innermost, natural, places
 from accel_backends.ops.meta_init import Made, make_empty, materialise
 from accel_backends.parallel.expert_parallel import shard_placement
@@ -225,22 +225,22 @@ def shard_model(model: nn.Module, units: Units, how: Sharder) -> Sharded:
     from torch.distributed.fsdp import FSDPModule
 
     named = {name: model.get_submodule(name) for name in (*units.inside_out, *units.ignored)}
-    how.fill(module for module in model.modules() if any(_is_scalar(p) for p in module._parameters.values()))
+    how.fill(module for module in model.modules() if any(map(stays_full, module.parameters(recurse=False))))
     for name in units.ignored:
         how.fill(named[name].modules())
         _move(named[name], how.device)
     ignored = {parameter for name in units.ignored for parameter in named[name].parameters()}
-    scalars = [p for p in model.parameters() if p.dim() == 0 and p not in ignored]
-    for parameter in scalars:
+    full = [p for p in model.parameters() if stays_full(p) and p not in ignored]
+    for parameter in full:
         parameter.data = parameter.data.to(how.device)
-    apart = ignored | set(scalars)
+    apart = ignored | set(full)
     for name in units.inside_out:
         mesh = how.expert_mesh if name in units.experts else None
         _shard_unit(named[name], how, apart, wide=name in units.wide, experts=mesh)
     _shard_unit(model, how, apart, root=True)
     replicated = [parameter for parameter in model.parameters() if parameter in ignored]
-    how.send([*scalars, *(p for p in replicated if p.requires_grad or not how.all_filled), *model.buffers()])
-    averaged = ReplicatedParameters([*scalars, *replicated], how.group, dist.get_world_size(how.group))
+    how.send([*full, *(p for p in replicated if p.requires_grad or not how.all_filled), *model.buffers()])
+    averaged = ReplicatedParameters([*full, *replicated], how.group, dist.get_world_size(how.group))
     sharded = adopt(model, averaged, freed=how.config.reshard is True)
     if how.config.find_unused_parameters:
         find_unused(model, sharded)
@@ -375,10 +375,6 @@ def check_torch(config: FSDPConfig) -> None:
 def _move(module: nn.Module, device: torch.device) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.to(device)
-
-
-def _is_scalar(parameter: torch.Tensor | None) -> bool:
-    return parameter is not None and parameter.dim() == 0
 
 
 def replace_modules(model: nn.Module, replacements: dict[int, nn.Module]) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from accel_backends.core.rank_comparison import check_same
 from accel_backends.fsdp.config import FSDPConfig
-from accel_backends.fsdp.wrap_units import Units, parameters_of_units
+from accel_backends.fsdp.wrap_units import Units, parameters_of_units, stays_full
 from accel_backends.ops.fqn import innermost, named_parameters, sparse_embeddings, wrapped_name
 from accel_backends.ops.meta_init import is_meta
 from accel_backends.ops.optimizer_support import BEYOND_ELEMENTS, FUSED_ON_FULL, beyond_elements, check_state
@@ -147,7 +147,7 @@ def check_hooks(model: nn.Module, units: Units, *, version: int) -> None:
     kind = type(innermost(model)).__name__
     parameter: Any
     for name, parameter in _sharded_parameters(model, units):
-        if version == 2 and parameter.dim() == 0:
+        if version == 2 and stays_full(parameter):
             continue
         if parameter._backward_hooks or (version == 1 and accumulation_hooks(parameter)):
             kept = "register_post_accumulate_grad_hook"
@@ -261,7 +261,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: FSDPConfig, sharde
             if len(split) > 1 and group.get("fused"):
                 raise PrepareError(
                     f"group {number} of {kind} is fused and has both parameters that are sharded and ones that are not "
-                    "(without dimension, or ignored); put those into a group of their own"
+                    "(without dimension or elements, or ignored); put those into a group of their own"
                 )
             for parameter in group["params"]:
                 if id(parameter) in sharded:

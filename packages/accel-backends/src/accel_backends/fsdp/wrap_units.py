@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from accel_backends.core.option_parsing import AutoWrap
@@ -131,6 +132,11 @@ def parameters_of_units(model: nn.Module, units: Units) -> dict[str, list[str]]:
             owner = owner.rpartition(".")[0]
         groups[owner].append(name)
     return groups
+
+
+def stays_full(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has no dimension or no elements, so that version 2 cannot cut it, and replicates it."""
+    return parameter.dim() == 0 or parameter.numel() == 0
 
 
 def parameters_to_split(model: nn.Module, units: Units) -> list[nn.Parameter]:
