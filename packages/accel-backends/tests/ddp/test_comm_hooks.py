@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_backends import Bundle, DDPBackend, DDPCommunicationHookType, DDPConfig, Run
+from accel_backends.ddp import states
 from accel_precision import PrecisionPolicy
 from accel_state import ConfigError, Session
 
@@ -52,17 +53,19 @@ def test_compressed_gradients_are_means_within_their_dtypes_rounding(rank, world
         assert torch.equal(*ranks)
 
 
+class Filter(nn.Module):
+    def __init__(self, *shape, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape, dtype=dtype))
+
+    def forward(self, x):
+        return (self.weight * x).real.sum()
+
+
 @pytest.mark.ranks(2)
-def test_complex_gradients_keep_their_imaginary_part(rank):
-    class Filter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-
-        def forward(self, x):
-            return (self.weight * x).real.sum()
-
-    ddp, model, _ = prepared(DDPConfig(comm_hook="bf16"), model=Filter())
+@pytest.mark.parametrize("wrapper", ["no", "fp16"])
+def test_complex_gradients_keep_their_imaginary_part(rank, wrapper):
+    ddp, model, _ = prepared(DDPConfig(comm_hook="bf16", comm_wrapper=wrapper), model=Filter(3, dtype=torch.complex64))
     ddp.backward(model(torch.full((3,), 2.0 * rank + 4j)))
     assert torch.equal(model.module.weight.grad, torch.full((3,), 1 - 4j))
 
@@ -113,3 +116,57 @@ def test_unknown_powersgd_options_are_named():
     config = DDPConfig(comm_hook="power_sgd", comm_state_option={"matrix_approximation_ranks": 2})
     with pytest.raises(ConfigError, match=r"'matrix_approximation_ranks' is not one of .*did you mean"):
         prepared(config)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("hook", "shape", "dtype", "said"),
+    [
+        ("power_sgd", (), torch.float32, r"weight is of shape \(\), which comm_hook='power_sgd' cannot.*batched"),
+        ("power_sgd", (0, 3), torch.float32, r"weight is of shape \(0, 3\)"),
+        ("power_sgd", (3, 3), torch.complex64, "weight is complex.*nearest: comm_hook='bf16'$"),
+        ("batched_power_sgd", (3, 3), torch.complex64, "weight is complex"),
+    ],
+)
+def test_powersgd_refuses_parameters_that_are_no_real_matrices(hook, shape, dtype, said):
+    with pytest.raises(ConfigError, match=said):
+        prepared(DDPConfig(comm_hook=hook), model=Filter(*shape, dtype=dtype))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("factor", [float("nan"), 0.0], ids=["nan", "zero"])
+@pytest.mark.parametrize("rank_of_factors", [1, 3])
+@pytest.mark.parametrize(
+    "options", [options for options, _ in HOOKS if "comm_state_option" in options], ids=lambda options: str(options)
+)
+def test_powersgd_goes_on_after_gradients_of_nan_or_zero(rank, world_size, options, rank_of_factors, factor):
+    state = {**POWER, "matrix_approximation_rank": rank_of_factors}
+    ddp, model, optimizer = prepared(DDPConfig(**{**options, "comm_state_option": state}))
+    x, sums = batch(rank, world_size), [torch.zeros_like(one) for one in model.parameters()]
+    for step in range(24):
+        ddp.backward(model(x).square().mean() * (factor if step == 2 else 1.0))  # the first step that is compressed
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            total += parameter.grad.nan_to_num()
+        ddp.zero_grad(optimizer)
+    reference = net()
+    reference(batch(None, world_size)).square().mean().backward()
+    for total, other in zip(sums, reference.parameters(), strict=True):
+        assert float((total / 23 - other.grad).norm() / other.grad.norm()) < 0.7  # 0.9 of one that is not sent
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("hook", ["power_sgd", "batched_power_sgd"])
+def test_powersgd_begins_anew_with_loaded_weights_and_says_so(rank, world_size, hook, monkeypatch):
+    ddp, model, optimizer = prepared(DDPConfig(comm_hook=hook, comm_state_option=POWER))
+    for _ in range(3):
+        ddp.backward(model(batch(rank, world_size)).square().mean())
+        ddp.zero_grad(optimizer)
+    power, said = model._comm_hooks[0][1], []
+    monkeypatch.setattr(states._log, "warning", lambda text, *values: said.append(text % values))
+    assert power.iter == 3
+    assert power.error_dict
+    ddp.states.load_model(model, ddp.states.model(model))
+    assert power.iter == 0
+    assert not power.error_dict
+    assert not power.q_memory_dict
+    assert [text.partition(":")[0] for text in said] == [f"comm_hook='{hook}' begins anew"]

@@ -1,4 +1,4 @@
-"""Batched PowerSGD: one low-rank matrix for all gradients of a bucket.
+"""Batched PowerSGD, one low-rank matrix for all gradients of a bucket; recovery of both PowerSGDs after a bad step.
 
 Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019, algorithm
 1. torch has an implementation with the name batched PowerSGD, which in torch 2.13 raises in its first compressed step.
@@ -6,6 +6,7 @@ Options and state are those of torch's ``PowerSGDState``.
 """
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,29 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.futures import Future
+
+
+LEAST, LEAST_HALF = 1e-15, 2.0**-24
+"""Norm in fp32, and in fp16, below which a factor counts as zero: torch divides by norms, and zero has no direction."""
+
+
+def recovering(inner: Callable[[Any, Any], "Future[torch.Tensor]"]) -> Callable[[Any, Any], "Future[torch.Tensor]"]:
+    """Returns a PowerSGD hook that goes on after gradients of nan, or of zero.
+
+    Otherwise nan of one step, an overflow in fp16 for example, would stay in the errors, and be in all later gradients;
+    and the factors of a matrix whose gradient was zero in one step would be zero from there on, so that its gradients
+    would never be sent again.
+    """
+
+    def hook(state: Any, bucket: Any) -> "Future[torch.Tensor]":
+        index = bucket.index()
+        if (error := state.error_dict.get(index)) is not None:
+            error.nan_to_num_(0.0, 0.0, 0.0)
+        if (factors := state.q_memory_dict.get(index)) is not None:
+            factors.nan_to_num_(0.0, 0.0, 0.0).add_(LEAST_HALF if factors.dtype is torch.float16 else 1000 * LEAST)
+        return inner(state, bucket)
+
+    return hook
 
 
 def batched_power_sgd(state: Any, bucket: Any) -> "Future[torch.Tensor]":
