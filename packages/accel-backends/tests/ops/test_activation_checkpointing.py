@@ -115,6 +115,19 @@ def test_the_chosen_blocks_run_twice_and_the_others_once():
     assert [block.calls for block in model.blocks] == [2, 3, 2, 3]  # nothing to recompute
 
 
+@pytest.mark.parametrize("options", [{}, {"save": "matmuls"}], ids=["all", "matmuls"])
+def test_batch_normalisations_count_a_batch_once(options):
+    def norms():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))).double()
+
+    plain, model = norms(), recomputing(norms(), **options)
+    for one, other in zip(gradients(plain), gradients(model), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(plain.buffers(), model.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_results_of_matrix_products_are_not_computed_again():
     products = []
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_backends.ops.blocks import blocks_by_class
-from accel_backends.private import TorchDispatchMode
+from accel_backends.private import BatchNorm, TorchDispatchMode
 from accel_precision.autocast import subclass_with
 from accel_precision.options import KwargsHandler
 from accel_state.errors import BackendError, ConfigError, PrepareError, did_you_mean
@@ -131,17 +131,18 @@ class ActivationCheckpointing(KwargsHandler):
         Raises:
             PrepareError: a class that does not let instances change it.
         """
-        made: dict[type[nn.Module], type[nn.Module]] = {}
+        made: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
         for name in names:
             block = model.get_submodule(name)
             original = type(block)
             if hasattr(original, RECOMPUTED):
                 continue
             try:
-                if original not in made:
-                    forward = _recomputed(original.forward, self._run())
-                    made[original] = subclass_with(original, {"forward": forward, RECOMPUTED: True})
-                block.__class__ = made[original]
+                kind = original, any(isinstance(module, BatchNorm) for module in block.modules())
+                if kind not in made:
+                    forward = _recomputed(original.forward, self._run(), normalises=kind[1])
+                    made[kind] = subclass_with(original, {"forward": forward, RECOMPUTED: True})
+                block.__class__ = made[kind]
             except TypeError as error:
                 raise PrepareError(
                     f"{name} is a {original.__qualname__}, which does not let an instance change its class ({error}), "
@@ -181,26 +182,50 @@ def matmuls() -> list[Any]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if overload != "out"]
 
 
-def _recomputed(forward: Callable[..., Any], run: Run) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], run: Run, *, normalises: bool) -> Callable[..., Any]:
     @wraps(forward)
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cached = any(hasattr(one, _CACHE) for one in (*args, *kwargs.values()))
         if not torch.is_grad_enabled() or (cached and not self.training):
             return forward(self, *args, **kwargs)
+        once = normalises and not torch.compiler.is_compiling()  # compiled code updates statistics once
+        compute = _with_statistics_once(forward, self) if once else forward
         if cached:
             args = tuple(_without_cache(self, one) for one in args)
             kwargs = {name: _without_cache(self, one) for name, one in kwargs.items()}
         if any(isinstance(one, torch.Tensor) for one in args):
-            return run(partial(forward, self, **kwargs), *args)
+            return run(partial(compute, self, **kwargs), *args)
         # torch looks for the device, whose random numbers and autocast it restores, among positional arguments only.
         names, count = tuple(kwargs), len(args)
 
         def call(*given: Any) -> Any:
-            return forward(self, *given[:count], **dict(zip(names, given[count:], strict=True)))
+            return compute(self, *given[:count], **dict(zip(names, given[count:], strict=True)))
 
         return run(call, *args, *kwargs.values())
 
     return recomputed
+
+
+def _with_statistics_once(forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
+    """Returns ``forward`` for a call and its recomputation, in which batch normalisations count no batch again."""
+    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
+    calls = 0
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return forward(*args, **kwargs)
+        before = [dict(norm._buffers) for norm in norms]
+        for norm in norms:  # backward needs those that the call has used, so the others are changed
+            norm._buffers.update({name: one if one is None else one.clone() for name, one in norm._buffers.items()})
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for norm, own in zip(norms, before, strict=True):
+                norm._buffers.update(own)
+
+    return compute
 
 
 def _without_cache(block: nn.Module, argument: Any) -> Any:
