@@ -56,6 +56,16 @@ def test_overflow_of_any_kind_skips_and_halves_once(bad):
     assert scaler.step_was_skipped
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_optimizer_without_parameters_on_this_rank_steps_as_the_others_do(overflows):
+    optimizer = torch.optim.AdamW([parameter()], lr=1.0)
+    optimizer.param_groups[0]["params"].clear()  # those of other stages of a pipeline
+    scaler = LossScaler(reduce=lambda found: found.add_(float(overflows)))
+    assert scaler.step(optimizer) is not overflows
+    scaler.update()
+    assert scaler.step_was_skipped is overflows
+
+
 class Reads(TorchDispatchMode):
     """Counts the values that the host reads from a device, each of which waits for it."""
 

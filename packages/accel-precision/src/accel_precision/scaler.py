@@ -33,7 +33,7 @@ class LossScaler:
 
     Args:
         options: initial value, growth and backoff of the scale.
-        reduce: sums a float32 tensor of shape ``(1,)`` over all ranks in place; None: one rank.
+        reduce: sums a float32 tensor of shape ``(1,)`` over all ranks in place, whatever its device; None: one rank.
 
     Attributes:
         reduce: as given; may be replaced between steps.
@@ -347,4 +347,5 @@ def gradient_marks(parameters: Iterable[torch.Tensor]) -> GradientMarks:
 
 
 def _first_device(optimizer: Optimizer) -> torch.device:
-    return _parameters(optimizer)[0].device
+    """Device of the first parameter; the CPU without one, as on a rank whose stages have none of them."""
+    return next((parameter.device for parameter in _parameters(optimizer)), torch.device("cpu"))

@@ -213,6 +213,8 @@ def _loss_scale_of(run: Run) -> LossScaler | None:
     def sum_over_ranks(tensor: torch.Tensor) -> None:
         import torch.distributed as dist
 
-        dist.all_reduce(tensor, group=session.group)
+        total = tensor.to(session.device.own_numbers)  # the same on a rank whose optimizer has no parameters
+        dist.all_reduce(total, group=session.group)
+        tensor.copy_(total)
 
     return make_scaler(run.policy, run.scaler, reduce=sum_over_ranks if session.world_size > 1 else None)
