@@ -69,6 +69,11 @@ def test_a_norm_between_the_layers_leaves_a_feed_forward_network_replicated():
     assert "norm may compute over all 8 features" in str(plan)
 
 
+def test_heads_with_norms_of_their_own_leave_an_attention_replicated():
+    norms = nn.ModuleList(nn.LayerNorm(4, bias=False) for _ in range(4))
+    assert set(styles(derive_plan(Attention(q_layernorm=norms), 2)).values()) == {STYLES["replicate"]}
+
+
 def test_experts_are_left_to_expert_parallelism():
     found = styles(derive_plan(mixtral(), 2))
     assert found["model.layers.*.self_attn.q_proj"] == STYLES["colwise"]

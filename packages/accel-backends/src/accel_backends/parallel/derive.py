@@ -132,9 +132,16 @@ def _head_norms(module: nn.Module) -> Found:
 
 
 def _norms_over(module: nn.Module, features: int | None) -> bool:
-    """Whether a module has a weight for each of so many features, and nothing else but a bias."""
-    sizes = {tuple(parameter.shape) for parameter in module.parameters()}
-    return sizes == {(features,)}
+    """Whether a module has a weight for each of so many features, and nothing else but a bias.
+
+    A module of several such norms, one for each head (StableLM), is none.
+    """
+    return _sizes(module) == {(features,)} and not any(True for _ in module.children())
+
+
+def _sizes(module: nn.Module) -> set[tuple[int, ...]]:
+    """Shapes of the parameters."""
+    return {tuple(parameter.shape) for parameter in module.parameters()}
 
 
 def _beside_heads(module: nn.Module, known: Sequence[str]) -> str | None:
