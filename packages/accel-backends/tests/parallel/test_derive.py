@@ -74,6 +74,13 @@ def test_heads_with_norms_of_their_own_leave_an_attention_replicated():
     assert set(styles(derive_plan(Attention(q_layernorm=norms), 2)).values()) == {STYLES["replicate"]}
 
 
+def test_a_fused_linear_layer_has_its_parts_in_another_order():
+    network = nn.Module()
+    network.split_size, network.num_heads = 8, 2
+    network.c_attn, network.c_proj = nn.Linear(8, 24), nn.Linear(8, 8)
+    assert derive_plan(network, 2).choices == ()
+
+
 def test_experts_are_left_to_expert_parallelism():
     found = styles(derive_plan(mixtral(), 2))
     assert found["model.layers.*.self_attn.q_proj"] == STYLES["colwise"]

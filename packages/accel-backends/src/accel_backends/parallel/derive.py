@@ -164,13 +164,17 @@ def _undivided_heads(module: nn.Module, matrices: Mapping[str, Matrix], size: in
 
 
 def _fused_attention(module: nn.Module, size: int) -> Found:
-    """GPT-2's attention: queries, keys and values in one ``Conv1D``, split by the attribute ``split_size``."""
+    """GPT-2's attention: queries, keys and values in one ``Conv1D``, split by the attribute ``split_size``.
+
+    That of GPTBigCode, an ``nn.Linear``, has them side by side for each head.
+    """
     matrices = _children(module, ("c_attn", "c_proj"))
     split = getattr(module, "split_size", None)
     heads = getattr(module, "num_heads", None)
     if matrices is None or not isinstance(split, int) or not isinstance(heads, int):
         return
-    if matrices["c_attn"].outputs != 3 * split or matrices["c_proj"].inputs != split:
+    fused, out = matrices["c_attn"], matrices["c_proj"]
+    if fused.output_dim != 1 or fused.outputs != 3 * split or out.inputs != split:
         return
     if heads % size:
         reason = f"replicated: {size} ranks do not divide {heads} heads"
