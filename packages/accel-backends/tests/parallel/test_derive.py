@@ -69,6 +69,20 @@ def test_a_norm_between_the_layers_leaves_a_feed_forward_network_replicated():
     assert "norm may compute over all 8 features" in str(plan)
 
 
+@pytest.mark.parametrize(
+    "others", [{"act_fn": nn.PReLU()}, {"scale": nn.Parameter(nn.Linear(8, 1).weight[0])}], ids=["PReLU", "scale"]
+)
+def test_what_is_learnt_between_the_layers_leaves_a_feed_forward_network_replicated(others):
+    network = nn.Module()
+    network.fc1, network.fc2, network.layer_norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+    assert styles(derive_plan(network, 2))["fc1"] == STYLES["colwise"]
+    for name, other in others.items():
+        setattr(network, name, other)
+    plan = derive_plan(network, 2)
+    assert set(styles(plan).values()) == {STYLES["replicate"]}
+    assert f"{next(iter(others))} may compute over all 8 features" in str(plan)
+
+
 def test_heads_with_norms_of_their_own_leave_an_attention_replicated():
     norms = nn.ModuleList(nn.LayerNorm(4, bias=False) for _ in range(4))
     assert set(styles(derive_plan(Attention(q_layernorm=norms), 2)).values()) == {STYLES["replicate"]}

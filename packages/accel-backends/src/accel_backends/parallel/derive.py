@@ -200,7 +200,7 @@ def _feed_forward(module: nn.Module, size: int) -> Found:
         narrow, wide = matrices[narrowing], [matrices[name] for name in widening]
         if not all(one.outputs == narrow.inputs and one.inputs == narrow.outputs for one in wide):
             continue
-        between = [name for name, child in module.named_children() if _norms_over(child, narrow.inputs)]
+        between = list(_between(module, (*widening, narrowing), narrow))
         if narrow.inputs % size or between:
             reason = f"replicated: {size} ranks do not divide {narrow.inputs} features"
             if between:
@@ -210,6 +210,22 @@ def _feed_forward(module: nn.Module, size: int) -> Found:
         yield from ((name, Colwise(), "widens in a feed-forward network") for name in widening)
         yield narrowing, Rowwise(), "narrows the sharded features of a feed-forward network"
         return
+
+
+def _between(module: nn.Module, known: Sequence[str], narrow: Matrix) -> Iterator[str]:
+    """Names of parameters and modules that may compute over the features that a feed-forward network shards.
+
+    That is what has parameters, as activations that are learnt have (xIELU), and is no norm of its inputs or outputs;
+    modules of several others are those of the block around it.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        if tuple(parameter.shape) != (narrow.outputs,):
+            yield name
+    for name, child in module.named_children():
+        sizes, leaf = _sizes(child), not any(True for _ in child.children())
+        inside = sizes == {(narrow.inputs,)} or (leaf and sizes != {(narrow.outputs,)})
+        if name not in known and sizes and inside:
+            yield name
 
 
 def _sequential(module: nn.Module, size: int) -> Found:
