@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from accel_backends.parallel.attention.exchanged import gathered_padding, nearest_degree, visible
+from accel_backends.parallel.attention.rotary import see_full_lengths
 from accel_backends.parallel.context_parallel import Context
 from accel_state.errors import BackendError, PrepareError
 
@@ -18,7 +19,8 @@ def apply_context_parallel(model: nn.Module, context: Context) -> None:
     """Replaces a transformers model's attention, in place, by attention over the shards of the ranks of ``context``.
 
     The model has to be called with shards (``Context.shard_batch``) from then on. It uses transformers' public registry
-    of attention functions, so activation checkpointing and torch.compile see an ordinary function.
+    of attention functions, so activation checkpointing and torch.compile see an ordinary function. Rotary embeddings
+    get the frequencies of full sequences.
 
     Raises:
         PrepareError: a model that is not of transformers, whose attention is not scaled_dot_product_attention, or that
@@ -31,6 +33,7 @@ def apply_context_parallel(model: nn.Module, context: Context) -> None:
     AttentionInterface.register(name, _transformers_attention(context))
     AttentionMaskInterface.register(name, _transformers_mask(context))
     cast(Any, model).set_attn_implementation(name)
+    see_full_lengths(model, context.sharding, context.mesh.get_local_rank())
 
 
 @contextmanager
