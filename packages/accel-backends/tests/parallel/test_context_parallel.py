@@ -295,7 +295,9 @@ def test_batches_that_attention_would_misread_are_refused(rank):
 
 
 @pytest.mark.ranks(2)
-def test_models_refuse_padding_and_caches_at_their_call(rank):
+def test_models_refuse_padding_masks_and_caches_at_their_call(rank):
+    from transformers.masking_utils import create_causal_mask
+
     model, cp = llama(), context()
     apply_context_parallel(model, cp)
     shard = cp.shard_batch({"input_ids": tokens(0, 16)})
@@ -303,6 +305,12 @@ def test_models_refuse_padding_and_caches_at_their_call(rank):
     mask[0, 0] = 0
     with pytest.raises(BackendError, match=r"padding \(attention_mask has zeros\)"):
         model(**shard, attention_mask=mask, use_cache=False)
+    ids = shard["input_ids"]
+    embeddings, positions = model.get_input_embeddings()(ids), shard["position_ids"]
+    assert create_causal_mask(model.config, embeddings, None, None, positions) is None
+    for other in ({"block_sequence_ids": torch.zeros_like(ids)}, {"or_mask_function": lambda *at: at[3] < 4}):
+        with pytest.raises(BackendError, match=r"a mask that is neither causal nor bidirectional.*cp_size=1"):
+            create_causal_mask(model.config, embeddings, None, None, positions, **other)
     cache = model(**shard, use_cache=True).past_key_values
     with pytest.raises(BackendError, match=r"no cache"):
         model(**shard, past_key_values=cache, use_cache=True)

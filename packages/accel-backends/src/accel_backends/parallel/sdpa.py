@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,10 @@ from accel_backends.parallel.attention.exchanged import gathered_padding, neares
 from accel_backends.parallel.attention.rotary import see_full_lengths
 from accel_backends.parallel.context_parallel import Context
 from accel_state.errors import BackendError, PrepareError
+
+_PLAIN_MASKS: Final = ("causal_mask_function", "bidirectional_mask_function")
+_JOINED_MASKS: Final = ("and_masks", "packed_sequence_mask_function", "remap_positions_for_packed_sequence")
+"""Functions of transformers that are masks, and those that make a mask for packed sequences of one."""
 
 
 def apply_context_parallel(model: nn.Module, context: Context) -> None:
@@ -150,6 +154,11 @@ def _transformers_mask(context: Context) -> Callable[..., torch.Tensor | None]:
             raise BackendError(
                 f"{context.kind} attention with a window of {options['local_size']} tokens; nearest: {context.without}"
             )
+        if not torch.compiler.is_compiling() and (options.get("use_vmap") or not _is_plain(options["mask_function"])):
+            raise BackendError(
+                f"{context.kind} attention with a mask that is neither causal nor bidirectional, as of a prefix or of "
+                f"images; nearest: {context.without}"
+            )
         if attention_mask is not None and context.method == "ulysses":
             # One mask for all layers, as transformers makes it: each backward keeps that of its forward.
             causal = not bool(options["mask_function"](0, 0, 0, 1))
@@ -162,6 +171,17 @@ def _transformers_mask(context: Context) -> Callable[..., torch.Tensor | None]:
         )
 
     return mask
+
+
+def _is_plain(mask: Callable[..., Any]) -> bool:
+    """Whether a mask function of transformers is causal or bidirectional; that of packed sequences counts as such.
+
+    Two chunks of one sequence look like packed sequences to transformers, because positions jump between them.
+    """
+    made_by = getattr(mask, "__qualname__", "").partition(".")[0]
+    cells = [cell.cell_contents for cell in getattr(mask, "__closure__", None) or ()]
+    inner = [one for cell in cells for one in (cell if isinstance(cell, tuple) else (cell,)) if callable(one)]
+    return made_by in _PLAIN_MASKS or (made_by in _JOINED_MASKS and all(map(_is_plain, inner)))
 
 
 def check_context_parallel(model: nn.Module, method: str, size: int, *, layers: int = 1) -> None:
