@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from accel_backends.parallel.context_parallel import Context
-from accel_backends.parallel.sdpa import apply_context_parallel, context_parallel_attention
+from accel_backends.parallel.sdpa import apply_context_parallel, check_context_parallel, context_parallel_attention
 from accel_backends.parallel.sequence_inputs import SequenceInputs, check_inputs
 from accel_state.errors import BackendError, ConfigError, PrepareError
 
@@ -275,6 +275,21 @@ def test_models_with_another_loss_are_refused():
     ):
         with pytest.raises(PrepareError, match=rf"{type(model).__name__} .*{told}.*nearest: a causal language model"):
             check_inputs(model)
+
+
+def test_attention_that_cannot_be_replaced_is_refused():
+    import transformers as t
+
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    falcon = t.FalconForCausalLM(t.FalconConfig(**sizes))
+    with pytest.raises(PrepareError, match=r"FalconForCausalLM chooses its attention when it is built"):
+        check_context_parallel(falcon, "allgather", 2)
+    text, vision = t.LlamaConfig(**sizes), t.CLIPVisionConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    text.layer_types = ["linear_attention"]
+    with torch.device("meta"):
+        composite = t.LlavaForConditionalGeneration(t.LlavaConfig(text_config=text, vision_config=vision))
+    with pytest.raises(PrepareError, match=r"LlavaForConditionalGeneration has layers of linear_attention"):
+        check_context_parallel(composite, "allgather", 2)
 
 
 @pytest.mark.ranks(2)

@@ -208,18 +208,30 @@ def check_context_parallel(model: nn.Module, method: str, size: int, *, layers: 
             f"{type(model).__name__} computes attention by {used!r}, and {kind} parallelism replaces "
             'scaled_dot_product_attention; nearest: attn_implementation="sdpa"'
         )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    if kinds or (window is not None and not getattr(config, "layer_types", None)):
+    text = config.get_text_config()
+    if any(_keeps_attention(module, (config, text)) for module in model.modules()):
+        raise PrepareError(
+            f"{type(model).__name__} chooses its attention when it is built, which {kind} parallelism cannot replace "
+            f"then; nearest: {axis}_size=1"
+        )
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    window = getattr(text, "sliding_window", None)
+    if kinds or (window is not None and not getattr(text, "layer_types", None)):
         found = f"layers of {', '.join(sorted(kinds))}" if kinds else f"a sliding window of {window} tokens"
         raise PrepareError(
             f"{type(model).__name__} has {found}, which {kind}-parallel attention does not compute; nearest: "
             f"{axis}_size=1"
         )
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    heads = getattr(text, "num_attention_heads", None)
     if method == "ulysses" and heads is not None and heads % (size * layers):
         each, among = max(1, heads // layers), "" if layers == 1 else f" after tp_size={layers}"
         raise PrepareError(
             f"{type(model).__name__} has {heads} heads of attention, which {size} sequence-parallel ranks do not "
             f"divide{among}; nearest: sp_size={nearest_degree(each, size)}, or cp_size={size}, which needs no heads"
         )
+
+
+def _keeps_attention(module: nn.Module, configs: Sequence[Any]) -> bool:
+    """Whether a model of transformers with one of these configs ignores ``set_attn_implementation``, but for a log."""
+    settable = getattr(type(module), "_can_set_attn_implementation", None)
+    return settable is not None and any(module.config is one for one in configs) and not settable()
