@@ -149,6 +149,18 @@ def test_a_given_number_divides_the_sum_over_all_tokens(rank):
     assert float(loss) == float(model.weight.grad) / 2 == losses.sum() / 4
 
 
+def test_buffers_that_share_their_memory_are_shards_of_their_own():
+    batch = torch.arange(18).view(2, 9)
+    before, ids, labels = batch.clone(), batch[:, :-1], batch[:, 1:]
+    second = types.SimpleNamespace(shard=lambda tensor, dim: tensor.chunk(2, dim)[1].clone())
+    with SequenceInputs(second).sharded_buffers([ids, labels], [1, 1]):
+        assert torch.equal(ids, before[:, 4:8])
+        assert torch.equal(labels, before[:, 5:])
+    assert torch.equal(batch, before)
+    assert torch.equal(ids, before[:, :-1])
+    assert torch.equal(labels, before[:, 1:])
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_shards_of_sequences_may_be_fully_sharded_too(rank):

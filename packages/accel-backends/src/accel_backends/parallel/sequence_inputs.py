@@ -58,14 +58,15 @@ class SequenceInputs:
         before, self._given_shards = self._given_shards, True
         try:
             for buffer, dim in zip(buffers, dims, strict=True):
+                shard = self.context.shard(buffer.detach(), dim)
                 if not any(buffer is one for one in kept):
-                    full.append((buffer, buffer.detach().clone()))
-                _overwrite(buffer, self.context.shard(buffer.detach(), dim))
+                    full.append((buffer, buffer.detach()))
+                buffer.data = shard  # other memory: slices of one batch share theirs
             yield
         finally:
             self._given_shards = before
             for buffer, values in full:
-                _overwrite(buffer, values)
+                buffer.data = values
 
     def _shard(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -182,9 +183,3 @@ def check_inputs(model: nn.Module) -> None:
             "over the tokens of all ranks; nearest: a model of transformers, or a forward with **kwargs that "
             "go to its loss function"
         )
-
-
-def _overwrite(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Gives the tensor other values and their shape."""
-    with torch.no_grad():
-        buffer.resize_(values.shape).copy_(values)
