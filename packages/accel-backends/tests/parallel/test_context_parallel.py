@@ -161,6 +161,23 @@ def test_buffers_that_share_their_memory_are_shards_of_their_own():
     assert torch.equal(labels, before[:, 1:])
 
 
+@pytest.mark.ranks(2)
+def test_an_evaluation_has_the_outputs_of_full_sequences(rank):
+    expected, model, cp, batch = llama(), llama(), context(), tokens(0, 32)
+    apply_context_parallel(model, cp)
+    SequenceInputs(cp).attach(model)
+    options = {"input_ids": batch, "labels": None, "output_hidden_states": True}
+    with torch.no_grad():
+        wanted, found = expected(**options), model(**options)
+        assert distance(found.logits, wanted.logits) < 1e-5
+        for one, other in zip(found.hidden_states, wanted.hidden_states, strict=True):
+            assert distance(one, other) < 1e-5
+        with pytest.raises(BackendError, match=r"returned a tuple, and a context-parallel .*return_dict=True"):
+            model(input_ids=batch, return_dict=False)
+        with pytest.raises(BackendError, match=r"logits_to_keep=2 with a context-parallel model"):
+            model(input_ids=batch, logits_to_keep=2)
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_shards_of_sequences_may_be_fully_sharded_too(rank):

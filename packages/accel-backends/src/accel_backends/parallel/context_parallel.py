@@ -105,7 +105,7 @@ class Context:
             raise PrepareError(f"a batch of {', '.join(batch)} has no input_ids or inputs_embeds to shard")
         length = first.shape[1]
         self.check_length(length)
-        full = {key: value for key, value in batch.items() if key != "attention_mask"}
+        full = {key: value for key, value in batch.items() if value is not None and key != "attention_mask"}
         if (mask := self._padding(batch.get("attention_mask"), length)) is not None:
             full["attention_mask"] = mask
         if "position_ids" in full:

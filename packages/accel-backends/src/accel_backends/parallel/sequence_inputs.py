@@ -13,7 +13,7 @@ from accel_backends.parallel.context_parallel import IGNORED, Context
 from accel_state.errors import BackendError, PrepareError
 
 _TOKENS = ("input_ids", "inputs_embeds")
-_OUTPUTS = ("logits", "last_hidden_state")
+_OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
 _NEXT_TOKEN = (None, "ForCausalLM", "ForConditionalGeneration")
 """Kinds of loss of the next token, in transformers' names; the last one is that of models of images and text."""
 
@@ -83,11 +83,17 @@ class SequenceInputs:
         given (``num_items_in_batch``) divides the sum over the tokens of all ranks, as in one process.
 
         Raises:
-            BackendError: shards whose labels are not shifted, or without tokens.
+            BackendError: shards whose labels are not shifted, or without tokens; or logits of the last tokens only.
             PrepareError: sequences that cannot be sharded, see ``Context.shard_batch``.
 
         Collective: every rank of the context must call this.
         """
+        kept = None if self._given_shards else given.get("logits_to_keep")
+        if isinstance(kept, torch.Tensor) or kept:
+            raise BackendError(
+                f"logits_to_keep={kept} with a {self.context.kind} model, each of whose ranks would keep those of its "
+                "own shard; nearest: leave it out, and take the last logits of an evaluation"
+            )
         shards = self._completed(given) if self._given_shards else self.context.shard_batch(given)
         labels = shards.get("shift_labels", shards.get("labels"))
         number, size = shards.get("num_items_in_batch"), self.context.mesh.size()
@@ -135,6 +141,11 @@ class SequenceInputs:
         return given
 
     def _share_outputs(self, model: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            raise BackendError(
+                f"{type(model).__name__} returned a tuple, and a {self.context.kind} model gives the loss and the "
+                "outputs of all ranks by name; nearest: return_dict=True"
+            )
         loss = getattr(output, "loss", None)
         if isinstance(loss, torch.Tensor):
             output.loss = loss + (self.mean(loss.detach().clone()) - loss.detach())
@@ -143,6 +154,8 @@ class SequenceInputs:
         for name in _OUTPUTS:
             if isinstance(shard := getattr(output, name, None), torch.Tensor):
                 setattr(output, name, self._joined(shard))
+            elif isinstance(shard, tuple):  # of each layer
+                setattr(output, name, tuple(map(self._joined, shard)))
 
     def _joined(self, shard: torch.Tensor) -> torch.Tensor:
         """Full sequences from the shards of all ranks."""
