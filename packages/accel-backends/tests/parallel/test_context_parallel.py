@@ -301,6 +301,8 @@ def test_models_with_another_loss_are_refused():
         (t.LlamaForSequenceClassification(t.LlamaConfig(**sizes)), "the loss ForSequenceClassification"),
         (t.BartForConditionalGeneration(bart), "is an encoder-decoder"),
         (t.BartForCausalLM(decoder), "takes no position_ids"),
+        (t.RobertaForCausalLM(t.RobertaConfig(**sizes, is_decoder=True)), "positions that begin behind padding_idx"),
+        (t.BertForPreTraining(t.BertConfig(**sizes)), "computes its loss itself"),
     ):
         with pytest.raises(PrepareError, match=rf"{type(model).__name__} .*{told}.*nearest: a causal language model"):
             check_inputs(model)

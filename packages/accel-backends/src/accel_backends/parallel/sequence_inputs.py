@@ -14,6 +14,8 @@ from accel_state.errors import BackendError, PrepareError
 
 _TOKENS = ("input_ids", "inputs_embeds")
 _OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
+_COUNTED_FROM_PADDING = "create_position_ids_from_inputs_embeds"
+"""Method of transformers' embeddings whose positions begin at ``padding_idx + 1``, as those of RoBERTa."""
 _NEXT_TOKEN = (None, "ForCausalLM", "ForConditionalGeneration")
 """Kinds of loss of the next token, in transformers' names; the last one is that of models of images and text."""
 
@@ -173,7 +175,7 @@ def check_inputs(model: nn.Module) -> None:
     Raises:
         PrepareError: the forward has no keywords of its own choice, as transformers' models have; the loss is not that
             of the next token, as in classification; or the model is one of transformers that places tokens by their
-            number in its input, as decoders of the kind of BART do, whose loss is their own too.
+            number in its input, as decoders of the kind of BART do, that does not begin at 0, or whose loss is its own.
     """
     kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
     names = inspect.signature(model.forward).parameters
@@ -184,6 +186,10 @@ def check_inputs(model: nn.Module) -> None:
         reason = "is an encoder-decoder, whose labels are those of its decoder"
     elif type(model).__module__.startswith("transformers.") and "position_ids" not in names:
         reason = "takes no position_ids, so that positions begin anew in each shard"
+    elif any(hasattr(module, _COUNTED_FROM_PADDING) for module in model.modules()):
+        reason = "has positions that begin behind padding_idx, and not at 0"
+    elif type(model).__module__.startswith("transformers.") and _computes_own_loss(model):
+        reason = "computes its loss itself, and not by transformers' loss_function"
     if reason is not None:
         raise PrepareError(
             f"{type(model).__name__} {reason}; nearest: a causal language model of transformers, or full sequences "
@@ -196,3 +202,9 @@ def check_inputs(model: nn.Module) -> None:
             "over the tokens of all ranks; nearest: a model of transformers, or a forward with **kwargs that "
             "go to its loss function"
         )
+
+
+def _computes_own_loss(model: nn.Module) -> bool:
+    """Whether a model's forward has a loss beside that of ``loss_function``, to which shifted labels mean nothing."""
+    used = inspect.unwrap(type(model).forward).__code__.co_names
+    return "CrossEntropyLoss" in used or "cross_entropy" in used
