@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ci.launched import hash_seed, outcome
+from ci.launched import hash_seed, in_turn, outcome
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,9 @@ def test_a_repetition_has_the_hash_seed_of_the_first_runs(tmp_path: Path) -> Non
     first = hash_seed(tmp_path / "cache", repeating=False)
     assert hash_seed(tmp_path / "cache", repeating=True) == first
     assert {hash_seed(tmp_path / "cache", repeating=False) for _ in range(20)} != {first}
+
+
+def test_consecutive_seeds_choose_each_launcher_once_for_each_script() -> None:
+    chosen = [[run[:2] for run in in_turn("abc", ["accel", "torchrun"], seed) if run[2]] for seed in (6, 7)]
+    assert chosen[0] == [("a", "accel"), ("b", "torchrun"), ("c", "accel")]
+    assert chosen[1] == [("a", "torchrun"), ("b", "accel"), ("c", "torchrun")]
