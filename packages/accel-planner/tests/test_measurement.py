@@ -98,7 +98,8 @@ def test_what_other_optimizers_keep_is_predicted(strategy: str, optimizer: str) 
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("strategy", [name for name in runs(2, 2) if "+offload" not in name])
-@pytest.mark.parametrize("shape", SHAPES)
+# The shapes whose layers differ most: two ranks have all of them under every strategy.
+@pytest.mark.parametrize("shape", ["llama", "conv"])
 def test_what_is_predicted_is_what_four_ranks_take(shape: str, strategy: str) -> None:
     check(shape, strategy, 4)
 
