@@ -28,11 +28,10 @@ SAVE_GOALS = {"single": 1.1, "ddp": 1.3, "fsdp": 1.3}
 PIECE = 2**20
 
 
-def trained(strategy: str, size: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, int]:
+def trained(strategy: str, size: int, width: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, int]:
     """An Accelerator whose model and AdamW's states take about ``size`` bytes, those two, and how many bytes it is."""
     from accel import Accelerator
 
-    width = 1024 if size >= 64 * MIB else 64
     layers = max(1, size // (3 * 4 * width * width))
     accelerator = Accelerator(cpu=True, strategy=strategy)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
@@ -80,12 +79,12 @@ def dcp_ways(
     return lambda: checkpoint.save(state(), checkpoint_id=folder), load
 
 
-def measure(folder: str, *, strategy: str, size: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
+def measure(folder: str, *, strategy: str, size: int, width: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
     """The rows of saving and loading, as rank 0 sees them."""
     warnings.simplefilter("ignore")  # DCP's, about its own deprecated parts
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    accelerator, model, optimizer, nbytes = trained(strategy, size)
+    accelerator, model, optimizer, nbytes = trained(strategy, size, width)
     place, saves = Path(folder), Path(folder) / "saves"
     save_dcp, load_dcp = dcp_ways(model, optimizer, place / "dcp")
     if rank == 0:
@@ -135,6 +134,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--mib", type=int, default=288, help="size of the states in MiB")
+    options.add_argument("--width", type=int, default=1024, help="features of each layer: width x width float32 values")
     options.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, help="strategies to measure")
     options.add_argument("--folder", type=Path, default=None, help="where to write (the system's temporary folder)")
     args = options.parse_args()
@@ -143,10 +143,11 @@ def main() -> None:
     columns = ["what", "ranks", "mib", "base_ms", "goal", "accel", "fastest", "limit", "to_limit"]
     report = Report("save_state and load_state, as ratios to a write with fsync and a warm read", columns)
     report.columns = [*columns, *(("dcp",) if args.peers else ())]
-    rounds, size = (1, 4 * MIB) if args.quick else (args.rounds, args.mib * MIB)
+    rounds, size, width = (1, 4 * MIB, 64) if args.quick else (args.rounds, args.mib * MIB, args.width)
     for strategy in args.cases:
         with RankPool(CASES[strategy], timeout=1800) as pool, tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            for row in pool.run(measure, folder, strategy=strategy, size=size, rounds=rounds, peers=args.peers)[0]:
+            given = {"strategy": strategy, "size": size, "width": width, "rounds": rounds, "peers": args.peers}
+            for row in pool.run(measure, folder, **given)[0]:
                 report.add(**row)
     report.show(args.json)
 
