@@ -234,7 +234,7 @@ class Row(NamedTuple):
 
 NOT_PROMISED = (
     Row(
-        "a resume seeks or reads the stream again from the start of the epoch, and the global generators no longer "
+        "a resume seeks in the stream, or reads it again from the start of the epoch. The global generators no longer "
         "have the states with which the epoch began",
         Cell("strided", 0, 1, "draws"),
         STREAMS,
@@ -242,15 +242,15 @@ NOT_PROMISED = (
         workers=(0,),
     ),
     Row(
-        "seeking, and refilling the shuffle buffer, does not repeat the draws of the elements that are skipped",
+        "seeking, and refilling the shuffle buffer, does not repeat the draws of skipped elements",
         Cell("hugging face, shuffled", 2, 1, "draws"),
         ("hugging face", "hugging face, shuffled"),
         "draws",
         workers=(1, 2, "persistent"),
     ),
     Row(
-        "rank 0 reads ahead in a thread of its main process: the dataset and the model draw from the same generators "
-        "in no fixed sequence",
+        "rank 0 reads ahead in a thread of its main process, so dataset and model draw from the same generators in no "
+        "fixed order",
         Cell("dispatched map", 0, 2, "draws"),
         ("dispatched map",),
         "draws",
@@ -258,20 +258,20 @@ NOT_PROMISED = (
         ranks=(2, 3),
     ),
     Row(
-        "the order of such a sampler depends on its saved state, not on the number of the epoch",
+        "The order of such a sampler depends on its saved state, not on the number of the epoch",
         Cell("stateful sampler", 0, 1, "set_epoch"),
         ("stateful sampler",),
         "set_epoch",
     ),
     Row(
-        "the ranks agree on the end of one pass at a time: a nested pass is refused with an error",
+        "Several ranks can agree on the end of only one pass at a time, so a nested pass is refused with an error",
         Cell("sharded", 0, 2, "nested"),
         ("sharded", "already sharded", "hugging face", "hugging face, shuffled"),
         "nested",
         ranks=(2, 3),
     ),
     Row(
-        "other ranks would read other shards, so the position is refused with an error",
+        "Other ranks would read other shards, so the position is refused with an error",
         Cell("already sharded", 0, 1, "resize"),
         ("already sharded",),
         "resize",

@@ -145,8 +145,11 @@ def test_each_epoch_of_a_shuffled_stream_has_its_order_and_a_buffer_is_not_lost(
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_our_shuffle_buffer_seeks_where_theirs_is_read_again(ranks, workers):
+    # A state after each batch: otherwise a slow one defers the next, and the first has no state of the source yet.
+    options = LoaderOptions(dispatch_batches=False, even_batches=False, use_stateful_dataloader=True)
+
     def make(rank):
-        return prepared(ShuffleBuffer(stream(), 6, seed=2), rank, ranks, num_workers=workers)
+        return prepared(ShuffleBuffer(stream(), 6, seed=2), rank, ranks, options=options, num_workers=workers)
 
     parts = []
     for rank in range(ranks):
