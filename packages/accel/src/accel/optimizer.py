@@ -108,15 +108,19 @@ class PreparedOptimizer(Optimizer):
             BackendError: a backward in it is not the first one of the last of several micro-batches.
         """
         clock = self._clock
-        several, unstepped = clock.window.several, clock.unstepped
-        if not (several and again):
-            clock.unstepped = False  # until a backward
+        several, before = clock.window.several, clock.unstepped
+        error = BackendError(_BACKWARD_AGAIN.format(optimizer=type(self.optimizer).__name__))
+        if several and again:
+            raise error
+        clock.unstepped = False  # until a backward
+        try:
             loss = closure()
-            if not (several and unstepped and clock.unstepped):
-                clock.unstepped = clock.unstepped or unstepped
-                clock.finish()
-                return loss
-        raise BackendError(_BACKWARD_AGAIN.format(optimizer=type(self.optimizer).__name__))
+            if several and before and clock.unstepped:
+                raise error
+        finally:
+            clock.unstepped = clock.unstepped or before
+        clock.finish()
+        return loss
 
     @property
     def uncleared(self) -> bool:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LEAST, LEAST_HALF = 1e-15, 2.0**-24
 """Norm in fp32, and in fp16, below which a factor counts as zero: torch divides by norms, and zero has no direction."""
+_NUDGE, _NUDGE_HALF = 1e-12, LEAST_HALF
+"""What is added to each element of a factor, by which a factor of zeros has a norm above the least."""
 
 
 def recovering(inner: Callable[[Any, Any], "Future[torch.Tensor]"]) -> Callable[[Any, Any], "Future[torch.Tensor]"]:
@@ -33,7 +35,7 @@ def recovering(inner: Callable[[Any, Any], "Future[torch.Tensor]"]) -> Callable[
         if (error := state.error_dict.get(index)) is not None:
             error.nan_to_num_(0.0, 0.0, 0.0)
         if (factors := state.q_memory_dict.get(index)) is not None:
-            factors.nan_to_num_(0.0, 0.0, 0.0).add_(LEAST_HALF if factors.dtype is torch.float16 else 1000 * LEAST)
+            factors.nan_to_num_(0.0, 0.0, 0.0).add_(_NUDGE_HALF if factors.dtype is torch.float16 else _NUDGE)
         return inner(state, bucket)
 
     return hook

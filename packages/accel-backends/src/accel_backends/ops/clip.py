@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_backends.ops.fqn import few
 from accel_backends.private import clamp, multiply, norms_of
+from accel_state.collectives.tensors import from_order, in_order
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
 
@@ -278,11 +279,10 @@ def norm_over(groups: Iterable[Any], norm: torch.Tensor, norm_type: float) -> to
         for group in groups:
             dist.all_reduce(part, group=group)
         return part ** (1.0 / norm_type)
-    # Whether a norm is nan goes beside it, because the larger of nan and a number may be the number.
-    both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(norm.dtype)])
+    largest = in_order(norm, nan_last=True)
     for group in groups:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[0].masked_fill(both[1] > 0, math.nan)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return from_order(largest).to(norm.dtype)
 
 
 def _scale_down(places: Places, total: torch.Tensor, max_norm: float) -> None:

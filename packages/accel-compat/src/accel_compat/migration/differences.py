@@ -244,6 +244,7 @@ UNSEEN = {
     "DDP and parameters that a step does not use": _NUMBERS,
     "a second backward of one forward under DDP, `trigger_sync_in_backward` after `no_sync`": _NUMBERS,
     "`zero_grad()` before the backward of a window's last micro-batch": _NUMBERS,
+    "`optimizer.step(closure)` inside a window": _NUMBERS,
     "`break` out of a loader": _NUMBERS,
     "`sp_size` without DeepSpeed": _SERVED,
     '`sp_backend="deepspeed"` without a DeepSpeed plugin or `strategy="deepspeed"`': _SERVED,
