@@ -105,7 +105,7 @@ class PreparedOptimizer(Optimizer):
         """Calls the closure of a step that is due; ``again``: not for the first time.
 
         Raises:
-            BackendError: a backward in it is not the first one of the last of several micro-batches.
+            BackendError: the closure goes backward after the last of several micro-batches already has.
         """
         clock = self._clock
         several, before = clock.window.several, clock.unstepped

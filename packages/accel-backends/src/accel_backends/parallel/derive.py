@@ -215,8 +215,8 @@ def _feed_forward(module: nn.Module, size: int) -> Found:
 def _between(module: nn.Module, known: Sequence[str], narrow: Matrix) -> Iterator[str]:
     """Names of parameters and modules that may compute over the features that a feed-forward network shards.
 
-    That is what has parameters, as activations that are learnt have (xIELU), and is no norm of its inputs or outputs;
-    modules of several others are those of the block around it.
+    That is anything with parameters, for example a learnt activation (xIELU), except a norm of the network's inputs or
+    outputs. A module with children counts only if each of its parameters has one value for each sharded feature.
     """
     for name, parameter in module.named_parameters(recurse=False):
         if tuple(parameter.shape) != (narrow.outputs,):

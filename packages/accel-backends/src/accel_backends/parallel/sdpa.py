@@ -232,6 +232,6 @@ def check_context_parallel(model: nn.Module, method: str, size: int, *, layers: 
 
 
 def _keeps_attention(module: nn.Module, configs: Sequence[Any]) -> bool:
-    """Whether a model of transformers with one of these configs ignores ``set_attn_implementation``, but for a log."""
+    """Whether a model of transformers with one of these configs only logs ``set_attn_implementation``."""
     settable = getattr(type(module), "_can_set_attn_implementation", None)
     return settable is not None and any(module.config is one for one in configs) and not settable()

@@ -205,6 +205,6 @@ def check_inputs(model: nn.Module) -> None:
 
 
 def _computes_own_loss(model: nn.Module) -> bool:
-    """Whether a model's forward has a loss beside that of ``loss_function``, to which shifted labels mean nothing."""
+    """Whether a model's forward computes a loss without ``loss_function``, which would ignore shifted labels."""
     used = inspect.unwrap(type(model).forward).__code__.co_names
     return "CrossEntropyLoss" in used or "cross_entropy" in used

@@ -55,7 +55,7 @@ class Dealer:
     even: bool = True
     drop_last: bool = False
     batch_rows: int | None = None
-    """Rows of a full batch; None: batches have no fixed size, or a dataset makes them: each counts as one row."""
+    """Rows of a full batch; None: no fixed size. A batch that the dataset makes itself counts as one row."""
     slice_fn: SliceFunction | None = None
 
     @property

@@ -284,8 +284,8 @@ def wire_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
 def in_order(numbers: torch.Tensor, *, nan_last: bool) -> torch.Tensor:
     """Returns integers in the order of floating-point numbers; nan is beyond inf, or below -inf.
 
-    Of nan and a number a backend returns either, in another order of ranks the other one. Integers leave it no choice,
-    so that nan in the input of one rank is nan on every rank, as torch's own ``max`` and ``min`` have it.
+    The maximum of nan and a number is either of them, depending on the backend and the order of the ranks. That of
+    integers is unique, so nan on one rank becomes nan on every rank, as with torch's own ``max`` and ``min``.
     """
     wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
     wide = wide.masked_fill(wide.isnan(), math.nan if nan_last else -math.nan)

@@ -12,8 +12,8 @@ from accel_backends.parallel.attention.positions import SequenceSharding
 def see_full_lengths(model: nn.Module, sharding: SequenceSharding, rank: int) -> None:
     """Gives the rotary embeddings of a transformers model the length of full sequences, in place.
 
-    Those of the types "dynamic" and "longrope" choose their frequencies by the largest position of a batch, of which
-    each rank's shard has another one. They embed the last position of full sequences, too, behind those of the shard.
+    Embeddings of the types "dynamic" and "longrope" choose their frequencies by the largest position that they get,
+    which differs between the shards. The last position of full sequences is therefore appended, and its output dropped.
     """
 
     def forward(layer: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
