@@ -11,7 +11,6 @@ from torch import nn
 
 from accel_backends.ops.fqn import few
 from accel_backends.private import clamp, multiply, norms_of
-from accel_state.collectives.tensors import from_order, in_order
 from accel_state.errors import BackendError
 from accel_state.watchdog.decorator import recorded
 
@@ -273,6 +272,8 @@ def norm_over(groups: Iterable[Any], norm: torch.Tensor, norm_type: float) -> to
     Collective: every rank of the groups must call this.
     """
     import torch.distributed as dist
+
+    from accel_state.collectives.tensors import from_order, in_order
 
     if norm_type != math.inf:
         part = norm**norm_type
