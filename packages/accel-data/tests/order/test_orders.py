@@ -5,12 +5,12 @@ import math
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from accel_data import (
     LengthGrouped,
@@ -27,6 +27,15 @@ from accel_data.order import counter_rng as keyed
 from accel_data.order.counter_rng import Bijection, derive_key, sorted_permutation
 from accel_data.order.orders import TABLE_LIMIT, checksum
 from accel_state.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def stats() -> ModuleType:
+    """``scipy.stats``, whose import takes two seconds, and only where a test of this module runs."""
+    from scipy import stats
+
+    return stats
+
 
 # One test in ten thousand may fail by chance; seeds are fixed, so it either does or does not.
 UNLIKELY = 1e-4
@@ -146,7 +155,7 @@ look_ups = pytest.mark.parametrize(
 
 @pytest.mark.sampled(2)
 @look_ups
-def test_every_sample_is_equally_likely_at_every_position(look_up, size):
+def test_every_sample_is_equally_likely_at_every_position(look_up, size, stats):
     rounds, bins = 2000, 24
     positions = torch.linspace(0, size - 1, bins).long()
     counts = torch.zeros(bins, bins)
@@ -159,7 +168,7 @@ def test_every_sample_is_equally_likely_at_every_position(look_up, size):
 
 @pytest.mark.sampled(2)
 @look_ups
-def test_all_orders_of_four_positions_are_equally_likely(look_up, size):
+def test_all_orders_of_four_positions_are_equally_likely(look_up, size, stats):
     rounds = 3000
     positions = torch.tensor([0, 1, size // 2, size - 1])
     counts = dict.fromkeys(itertools.permutations(range(4)), 0)
@@ -170,7 +179,7 @@ def test_all_orders_of_four_positions_are_equally_likely(look_up, size):
 
 @shuffles
 @pytest.mark.parametrize("size", [1000, 70_000])
-def test_neighbours_stay_together_no_more_often_than_by_chance(shuffle, size):
+def test_neighbours_stay_together_no_more_often_than_by_chance(shuffle, size, stats):
     rounds = 5
     together = sum(int((shuffle(size, derive_key(3, key)).diff() == 1).sum()) for key in range(rounds))
     # The number of successions of one permutation is Poisson distributed with mean 1 - 1 / size.
@@ -180,7 +189,7 @@ def test_neighbours_stay_together_no_more_often_than_by_chance(shuffle, size):
 
 @shuffles
 @pytest.mark.parametrize("size", [1000, 70_000])
-def test_steps_between_neighbours_are_spread_like_those_of_a_random_order(shuffle, size):
+def test_steps_between_neighbours_are_spread_like_those_of_a_random_order(shuffle, size, stats):
     order = shuffle(size, derive_key(4))
     steps = (order.diff() % size).float() / size
     assert stats.kstest(steps.numpy(), "uniform").pvalue > UNLIKELY
@@ -196,7 +205,7 @@ def test_positions_and_samples_are_not_correlated(shuffle, size):
 
 @shuffles
 @pytest.mark.parametrize("size", [1000, 70_000])
-def test_epochs_are_independent_of_each_other(shuffle, size):
+def test_epochs_are_independent_of_each_other(shuffle, size, stats):
     first, second = (shuffle(size, derive_key(6, epoch)) for epoch in range(2))
     bins = 10
     counts = torch.zeros(bins, bins)
@@ -206,7 +215,7 @@ def test_epochs_are_independent_of_each_other(shuffle, size):
 
 
 @shuffles
-def test_parts_of_an_order_mix_all_parts_of_the_dataset(shuffle):
+def test_parts_of_an_order_mix_all_parts_of_the_dataset(shuffle, stats):
     size, bins = 70_000, 20
     order = shuffle(size, derive_key(7))
     counts = torch.zeros(bins, bins)
@@ -218,7 +227,7 @@ def test_parts_of_an_order_mix_all_parts_of_the_dataset(shuffle):
 
 @shuffles
 @pytest.mark.parametrize("modulus", [2, 3, 16])
-def test_low_bits_are_as_random_as_high_ones(shuffle, modulus):
+def test_low_bits_are_as_random_as_high_ones(shuffle, modulus, stats):
     size = 70_000
     order = shuffle(size, derive_key(8))
     table = torch.zeros(modulus, modulus)
@@ -226,7 +235,7 @@ def test_low_bits_are_as_random_as_high_ones(shuffle, modulus):
     assert stats.chi2_contingency(table.numpy()).pvalue > UNLIKELY
 
 
-def test_draws_with_replacement_are_uniform_and_independent():
+def test_draws_with_replacement_are_uniform_and_independent(stats):
     drawn = whole(Replacement(50, num_samples=50_000))
     assert stats.chisquare(torch.bincount(drawn, minlength=50).numpy()).pvalue > UNLIKELY
     pairs = torch.zeros(50, 50)
@@ -234,7 +243,7 @@ def test_draws_with_replacement_are_uniform_and_independent():
     assert stats.chi2_contingency(pairs.numpy()).pvalue > UNLIKELY
 
 
-def test_weighted_draws_follow_the_weights():
+def test_weighted_draws_follow_the_weights(stats):
     weights = torch.tensor([1.0, 0.0, 3.0, 0.5, 5.5], dtype=torch.float64)
     counts = torch.bincount(whole(Weighted(weights, num_samples=50_000)), minlength=5)
     assert counts[1] == 0
@@ -243,7 +252,7 @@ def test_weighted_draws_follow_the_weights():
     assert stats.chisquare(counts[used].numpy(), expected.numpy()).pvalue > UNLIKELY
 
 
-def test_weighted_draws_without_replacement_start_in_proportion_and_never_repeat():
+def test_weighted_draws_without_replacement_start_in_proportion_and_never_repeat(stats):
     order = Weighted([1.0, 2.0, 0.0, 5.0], num_samples=3, replacement=False)
     drawn = torch.stack([whole(order, 0, epoch) for epoch in range(3000)])
     assert all(sorted(row) == [0, 1, 3] for row in drawn.tolist())
@@ -270,7 +279,7 @@ def test_the_seeded_permutation_is_torchs():
     assert torch.equal(whole(SeededPermutation(9), 42, 3), expected)
 
 
-def test_grouping_by_length_saves_most_of_the_padding_and_still_mixes():
+def test_grouping_by_length_saves_most_of_the_padding_and_still_mixes(stats):
     lengths = torch.randint(1, 500, (4096,), generator=torch.Generator().manual_seed(0))
 
     def padding(order):
