@@ -242,6 +242,15 @@ def test_a_newer_format_is_refused_with_what_to_do(saved: Path) -> None:
         accel_ckpt.open_checkpoint(saved)
 
 
+def test_no_older_checkpoint_is_taken_for_one_of_a_newer_format(saved: Path, tmp_path: Path) -> None:
+    series = accel_ckpt.CheckpointDirectory(tmp_path / "series")
+    series.save({})
+    reseal(saved, put("version", manifests.VERSION + 1))
+    shutil.copytree(saved, tmp_path / "series" / "checkpoint_1")
+    with pytest.raises(CheckpointError, match="install a newer one"):
+        series.latest()
+
+
 @pytest.mark.parametrize(
     "text", [b"[" * 100_000, b'{"a":' * 100_000, b"", b"null", b"\xff\xfe", b'{"model":{"$tensor":5}}']
 )

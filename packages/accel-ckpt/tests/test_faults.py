@@ -6,7 +6,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,34 @@ def test_a_disk_that_cannot_be_read_names_the_file(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match=r"(tree\.json|tensors-00000\.safetensors): byte 0 cannot be read"),
     ):
         accel_ckpt.open_checkpoint(tmp_path / "one")
+
+
+@pytest.mark.parametrize("fault", ["raise(EACCES) at call 1 of os:open", "raise(ESTALE) at call 3 of os:preadv"])
+def test_no_older_checkpoint_is_taken_for_one_that_the_system_does_not_let_read(tmp_path: Path, fault: str) -> None:
+    series = CheckpointDirectory(tmp_path)
+    for number in range(2):
+        series.save(state(number))
+    with (
+        injected(fault),
+        pytest.raises(CheckpointError, match=r"/checkpoint_1/.*: (Permission denied|Stale file handle)"),
+    ):
+        series.latest()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_rank_that_cannot_read_the_newest_checkpoint_is_an_error_on_all(tmp_path: Path, rank: int, call: int) -> None:
+    series = CheckpointDirectory(tmp_path)
+    for number in range(2):
+        series.save(state(number))
+    with (
+        injected(f"raise(EACCES) at call {call} of os:open on rank 1", rank=rank),
+        pytest.raises(CheckpointError, match="Permission denied") if call > 1 else nullcontext(),
+    ):
+        latest = series.latest()
+        assert call == 1
+        assert latest is not None
+        assert check(latest) == 1, "the ranks look again"
 
 
 @pytest.mark.ranks(2)

@@ -26,6 +26,7 @@ from accel_state.errors import (
     DataStateError,
     SessionError,
 )
+from accel_testing.faults.faults import injected
 
 
 class Numbered(Dataset):
@@ -298,6 +299,19 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pyte
     assert torch.equal(model.weight, kept)
     assert "passing over checkpoint_1" in caplog.text
     accelerator.end_training()  # what was logged holds it until the test is over
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_no_older_checkpoint_is_loaded_for_one_that_may_not_be_read(tmp_path: Path, call: int) -> None:
+    accelerator = Accelerator(cpu=True, project_config=project(tmp_path))
+    accelerator.prepare(nn.Linear(2, 2))
+    for _ in range(2):
+        accelerator.save_state()
+    with (
+        injected(f"raise(EACCES) at call {call} of os:open"),
+        pytest.raises(CheckpointError, match=r"/checkpoint_1/.*: Permission denied"),
+    ):
+        accelerator.load_state()
 
 
 def damage(folder: Path) -> Path:

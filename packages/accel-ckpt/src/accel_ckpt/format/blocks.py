@@ -19,11 +19,15 @@ from typing import Literal, Protocol, final
 
 from zlib_ng import zlib_ng
 
-from accel_state.errors import CheckpointCorruptError
+from accel_state.errors import CheckpointCorruptError, CheckpointError
 
 BLOCK = 8 * 2**20
 # Limit on blocks that are written but not yet digested; it bounds memory if blocks are copies of device memory.
 _IN_FLIGHT = 32
+
+
+class UnavailableError(CheckpointError):
+    """A checkpoint, which may be intact, cannot be used now: its storage refuses, or a newer version wrote it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from accel_ckpt.format.blocks import BLOCK, DIGESTS, Digest, FileRecord, sha256
+from accel_ckpt.format.blocks import BLOCK, DIGESTS, Digest, FileRecord, UnavailableError, sha256
 from accel_ckpt.format.shard_layout import Box, overlap
 from accel_ckpt.format.tensors import CODES, RAW
 from accel_ckpt.format.tree import Json
@@ -148,7 +148,7 @@ def unpack(content: bytes) -> Manifest:
 
     Raises:
         CheckpointCorruptError: the manifest was altered or truncated, or contains invalid values.
-        CheckpointError: a newer version of this package wrote it.
+        UnavailableError: a newer version of this package wrote it.
     """
     try:
         text = _unsealed(content)
@@ -179,7 +179,7 @@ def _manifest(document: Any) -> Manifest:
         raise ValueError(f"format {document['format']!r}, expected {FORMAT!r}")
     version = _natural(document["version"])
     if version > VERSION:
-        raise CheckpointError(
+        raise UnavailableError(
             f"written in format version {version} by {document.get('writer')}; this accel-ckpt reads up to "
             f"version {VERSION}: install a newer one"
         )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.format.blocks import Content, FileRecord
+from accel_ckpt.format.blocks import Content, FileRecord, UnavailableError
 from accel_ckpt.io.atomic_folder import Staging, discard, sweep, sync_folder
 from accel_ckpt.io.local_files import FileSource, write_file
 from accel_ckpt.io.storage import Location, Storage
@@ -83,7 +83,7 @@ def _refusals(folder: Location) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a link to itself is no folder
             raise FileNotFoundError(f"{folder} is no folder") from error
-        raise CheckpointError(f"{folder}: {error.strerror}") from error
+        raise UnavailableError(f"{folder}: {error.strerror}") from error
 
 
 def _path(place: Location) -> Path:

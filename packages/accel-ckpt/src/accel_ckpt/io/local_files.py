@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import final
 
-from accel_ckpt.format.blocks import BLOCK, DIGESTS, Content, Digest, Digester, FileRecord, in_blocks
+from accel_ckpt.format.blocks import BLOCK, DIGESTS, Content, Digest, Digester, FileRecord, UnavailableError, in_blocks
 from accel_ckpt.io.thread_pool import default_threads
 from accel_state.errors import CheckpointCorruptError, CheckpointError
 
@@ -90,7 +90,7 @@ class FileSource:
                 raise CheckpointCorruptError(f"{path.name}: a link; a checkpoint holds none") from None
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise CheckpointCorruptError(f"{path.name}: the file is missing from {path.parent}") from None
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+            raise UnavailableError(f"{path}: {error.strerror}") from error
         self.close = weakref.finalize(self, os.close, self.handle)
         """Closes the file, as dropping the last reference does; its memory map stays valid while it is referenced."""
         facts = os.fstat(self.handle)
@@ -111,7 +111,7 @@ class FileSource:
             try:
                 count = os.preadv(self.handle, _first(waiting, _AT_ONCE), begin)
             except OSError as error:
-                raise CheckpointCorruptError(f"{self.path.name}: byte {begin} cannot be read: {error}") from error
+                raise UnavailableError(f"{self.path}: byte {begin} cannot be read: {error.strerror}") from error
             if not count:
                 raise CheckpointCorruptError(f"{self.path.name}: ends at byte {begin}, while it is read")
             yield from _taken(waiting, count)

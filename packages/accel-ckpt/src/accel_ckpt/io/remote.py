@@ -15,7 +15,17 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar, final
 
-from accel_ckpt.format.blocks import BLOCK, DIGESTS, ByteSource, Content, Digest, Digester, FileRecord, in_blocks
+from accel_ckpt.format.blocks import (
+    BLOCK,
+    DIGESTS,
+    ByteSource,
+    Content,
+    Digest,
+    Digester,
+    FileRecord,
+    UnavailableError,
+    in_blocks,
+)
 from accel_ckpt.format.manifest import BEGUN, MANIFEST, is_subfolder, unpack
 from accel_ckpt.io.storage import Location, Storage, Url
 from accel_ckpt.io.thread_pool import default_threads
@@ -259,7 +269,7 @@ class RemoteStorage(Storage):
             raise
         except Exception as error:
             tried = f" (tried {ATTEMPTS} times)" if _may_pass(error) else ""
-            raise CheckpointError(f"{what}: {type(error).__name__}: {error}{tried}") from error
+            raise UnavailableError(f"{what}: {type(error).__name__}: {error}{tried}") from error
 
 
 @final

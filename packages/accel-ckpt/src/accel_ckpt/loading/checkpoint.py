@@ -406,13 +406,13 @@ class Checkpoint:
                 file = self._files[name]
                 if tensors or name in documents:
                     blocks += [(file, number) for number in file.unchecked()]
-            except CheckpointError as error:
+            except CheckpointCorruptError as error:
                 problems.append(str(error))
 
         def check(file: CheckedFile, number: int) -> None:
             try:
                 file.check(number)
-            except CheckpointError as error:
+            except CheckpointCorruptError as error:
                 problems.append(str(error))
 
         own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]

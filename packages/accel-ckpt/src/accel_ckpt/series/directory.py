@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import final
 
+from accel_ckpt.format.blocks import UnavailableError
 from accel_ckpt.format.manifest import MANIFEST
 from accel_ckpt.format.tree import Json, Tree, decode
 from accel_ckpt.io.storage import Location, locate, storage_of
@@ -114,6 +115,9 @@ class CheckpointDirectory:
         Collective: every rank of the group must call this. Damaged checkpoints are skipped with a warning that
         describes the damage. ``accept``, if given, is called instead of the verification of all bytes, and skips a
         checkpoint by raising CheckpointCorruptError on all ranks; it can read and verify the needed bytes in one pass.
+
+        Raises:
+            CheckpointError: one that may be intact cannot be read now; an older one would lose what was trained since.
         """
         tried: set[int] = set()
         while True:  # listed again, because checkpoints may be pruned while others are tried
@@ -146,6 +150,8 @@ class CheckpointDirectory:
             except CheckpointError as error:
                 if checkpoint is not None and not isinstance(error, CheckpointCorruptError):
                     raise  # raised by ``accept`` for another reason than damage
+                if checkpoint is None:  # the ranks may have different errors
+                    peers.run_on_all(f"opening {path}", partial(_raise_unavailable, error))
                 if peers.rank == 0:
                     _LOG.warning("passing over %s, trying an older one: %s", path.name, error)
         return None
@@ -228,6 +234,11 @@ class CheckpointDirectory:
             return MANIFEST in self._storage.names(place)
         except FileNotFoundError:  # another run has removed the folder
             return False
+
+
+def _raise_unavailable(error: CheckpointError) -> None:
+    if isinstance(error, UnavailableError):
+        raise error
 
 
 def _is_full(place: Location, thorough: bool) -> bool:

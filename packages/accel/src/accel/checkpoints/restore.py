@@ -204,6 +204,7 @@ def _fetched(planned: "PlannedFetch", rank_reads: "Sequence[RankReads]", peers: 
 
 def _agreed(work: Callable[[], T], peers: "RankGroup") -> list[T]:
     """What ``work`` gives on each rank; damage that one of them finds is damage on all, any other failure fails all."""
+    from accel_ckpt.format.blocks import UnavailableError
     from accel_state.collectives.objects import agree
     from accel_state.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
@@ -212,7 +213,7 @@ def _agreed(work: Callable[[], T], peers: "RankGroup") -> list[T]:
     error: Exception | None = None
     try:
         result = work()
-    except CheckpointMismatchError as caught:
+    except (CheckpointMismatchError, UnavailableError) as caught:
         error = caught
     except CheckpointError as caught:
         damage = str(caught)
