@@ -340,6 +340,18 @@ def test_stepping_a_freed_optimizer_is_refused() -> None:
         optimizer.step()
 
 
+def test_a_scheduler_that_is_prepared_first_follows_its_optimizer() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, given, _, schedule = parts()
+    scheduler = accelerator.prepare(schedule)
+    model, optimizer = accelerator.prepare(model, given)
+    accelerator.backward(model(torch.ones(1, 3)).sum() * float("inf"))
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    scheduler.step()
+    assert scheduler.last_epoch == 0
+
+
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))

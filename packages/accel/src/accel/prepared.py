@@ -253,22 +253,27 @@ class Preparation:
         for position, optimizer, indices in zip(where["optimizer"], bundle.optimizers, trained, strict=True):
             results[position] = PreparedOptimizer(optimizer, self._clock, backend, self._note_skip)
             known.add_optimizer(results[position], [known.models[index] for index in indices])
+        for one in known.schedulers:
+            if not one.optimizers:  # it was prepared before its optimizer
+                one.optimizers = self._followed(one.scheduler)
         for position, scheduler in zip(where["scheduler"], bundle.schedulers, strict=True):
             results[position] = self._wrap_scheduler(scheduler)
             known.schedulers.append(results[position])
 
     def _wrap_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Binds a scheduler to the prepared optimizer that it drives, or to all of them if it names none."""
-        driven = getattr(scheduler, "optimizer", None)
-        optimizers = self._prepared.optimizers
-        bound = [one for one in optimizers if one is driven or one.optimizer is driven]
         return PreparedScheduler(
             scheduler,
-            bound or optimizers,
+            self._followed(scheduler),
             self._clock,
             follow_optimizer=self.options.follow_optimizer,
             repeats=1 if self._loaders.options.split_batches else self.options.scheduler_repeats,
         )
+
+    def _followed(self, scheduler: Any) -> tuple[PreparedOptimizer, ...]:
+        """The prepared optimizer that a scheduler drives, or all of them if it names none."""
+        driven = getattr(scheduler, "optimizer", None)
+        optimizers = self._prepared.optimizers
+        return tuple(one for one in optimizers if one is driven or one.optimizer is driven) or tuple(optimizers)
 
     def _note_skip(self) -> None:
         """Called after an optimizer step was skipped on all ranks."""
