@@ -340,6 +340,19 @@ def test_stepping_a_freed_optimizer_is_refused() -> None:
         optimizer.step()
 
 
+def test_what_was_freed_is_prepared_again_as_prepare_returned_it() -> None:
+    accelerator, whole = Accelerator(cpu=True), Accelerator(cpu=True)
+    freed, kept = accelerator.prepare(*parts()), whole.prepare(*parts())
+    train(accelerator, *freed)
+    accelerator.free_memory()
+    freed = accelerator.prepare(*freed)
+    train(accelerator, *freed)
+    train(whole, *kept, epochs=2)
+    assert all(torch.equal(*pair) for pair in zip(freed[0].parameters(), kept[0].parameters(), strict=True))
+    assert freed[3].state_dict() == kept[3].state_dict()
+    assert freed[3].optimizers == (freed[1],)
+
+
 def test_a_scheduler_that_is_prepared_first_follows_its_optimizer() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     model, given, _, schedule = parts()

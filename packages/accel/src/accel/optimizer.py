@@ -176,6 +176,11 @@ class PreparedOptimizer(Optimizer):
         """The user's optimizer."""
         return self.optimizer
 
+    @property
+    def released(self) -> bool:
+        """Whether ``release`` was called: its Accelerator has been freed."""
+        return self._backend is None
+
     def release(self) -> None:
         """Releases the backend; stepping afterwards is an error."""
         self.__dict__["_backend"] = None

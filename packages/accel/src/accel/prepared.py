@@ -65,7 +65,12 @@ class PreparedObjects:
             self.loaders.append(loader)
 
     def prepared(self, item: Any) -> Any:
-        """The prepared optimizer or scheduler around ``item``, if there is one; otherwise ``item`` itself."""
+        """The prepared optimizer or scheduler around ``item``, if there is one; otherwise ``item`` itself.
+
+        Of one that ``clear`` has released, the user's own is looked up, which can be prepared again.
+        """
+        if isinstance(item, PreparedOptimizer | PreparedScheduler) and item.released:
+            item = item.unprepared
         around: list[Any] = [one for one in self.optimizers if one.optimizer is item]
         around += [one for one in self.schedulers if one.scheduler is item]
         return around[0] if around else item

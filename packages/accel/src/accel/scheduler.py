@@ -67,6 +67,16 @@ class PreparedScheduler:
                 return
             self.scheduler.step(*args, **kwargs)
 
+    @property
+    def unprepared(self) -> Scheduler:
+        """The user's scheduler."""
+        return self.scheduler
+
+    @property
+    def released(self) -> bool:
+        """Whether one of its optimizers is released: their Accelerator has been freed."""
+        return any(optimizer.released for optimizer in self.optimizers)
+
     def learning_rates(self, num_steps: int) -> "LearningRates":
         """Preview of the schedule's next ``num_steps`` optimizer steps; the schedule itself does not step."""
         from accel_observe.meters.lr_preview import learning_rates
