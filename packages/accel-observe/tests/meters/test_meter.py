@@ -306,6 +306,15 @@ def test_speed_counts_samples_tokens_and_operations() -> None:
     assert set(reading.flat()) >= {"meter/samples_per_second", "meter/share_data", "meter/mfu"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_mean_of_losses_neither_rounds_nor_overflows(dtype: torch.dtype) -> None:
+    meter = Accelerator(cpu=True).meter(every=500, watch_loss=False)
+    loss = torch.tensor(2000.0, dtype=dtype)
+    readings = [meter.step(loss) for _ in range(500)]
+    assert readings[-1] is not None
+    assert readings[-1].loss == 2000.0
+
+
 def test_goodput_counts_what_a_crash_has_cost() -> None:
     now = time.time()
     first = RunProgress(began=now - 100, resumed=now - 100, steps=50)

@@ -161,7 +161,9 @@ class Meter:
         if loss is not None:
             # A copy, because the next run of a CUDA graph overwrites a loss that is one of its outputs.
             value = loss.detach().clone() if hasattr(loss, "detach") else loss
-            self._losses.append(value)
+            # The mean of a reading would round in bfloat16, and overflow in float16.
+            is_half = hasattr(value, "detach") and value.dtype.itemsize < 4
+            self._losses.append(value.float() if is_half else value)
             if self._loss_watch is not None:
                 self._watch(value)
         self._first = None
