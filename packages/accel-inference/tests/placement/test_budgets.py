@@ -1,7 +1,9 @@
 """Budgets: what is given, what is free, and even shares."""
 
 import logging
+import sys
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -34,6 +36,13 @@ def test_low_zero_leaves_the_first_device_as_empty_as_the_others_permit():
 def test_sizes_may_be_texts_and_keys_come_in_order():
     found = get_max_memory({"disk": "1GB", "cpu": "1KiB", 1: "2MB", 0: 5})
     assert list(found.items()) == [(0, 5), (1, 2_000_000), ("cpu", 1024), ("disk", 10**9)]
+
+
+@pytest.mark.parametrize("size", [1.5e9, np.int64(1_500_000_000)], ids=["float", "NumPy"])
+def test_sizes_may_be_numbers_of_any_type(size):
+    found = get_max_memory({"cpu": size, "disk": float("inf")})
+    assert found == {"cpu": 1_500_000_000, "disk": sys.maxsize}
+    assert type(found["cpu"]) is int
 
 
 def test_the_host_has_what_is_free():

@@ -1,6 +1,7 @@
 """Bytes of an element of a dtype, and sizes given as text."""
 
 import re
+import sys
 from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING
@@ -62,14 +63,14 @@ def tensor_bytes(elements: int, byte_size: float) -> int:
     return ceil(elements * byte_size)
 
 
-def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of a size like "200MiB" (powers of 1024), "1.5GB" (powers of 1000) or "1Gb" (bits); a number is kept.
+def convert_file_size_to_int(size: float | str) -> int:
+    """Bytes of a size like "200MiB" (powers of 1024), "1.5GB" (powers of 1000) or "1Gb" (bits), or of a number.
 
     Raises:
         ValueError: ``size`` is neither a number nor a text like these.
     """
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, str):
+        return int(min(size, sys.maxsize))  # infinity, too, and numbers of NumPy
     found = _SIZE.fullmatch(size.strip())
     if found is None or (not found[4] and found[2]):
         raise ValueError(
