@@ -256,6 +256,24 @@ def test_a_disk_without_place_and_a_map_with_holes_are_refused(model):
         dispatch_model(model, {"linear1": "cpu", "batchnorm": "cpu"})
 
 
+@pytest.mark.parametrize(
+    ("places", "offloaded"),
+    [
+        ({"": "disk", "linear2": "cpu"}, {"linear1", "batchnorm"}),
+        ({"": "disk", "linear1": "cpu", "linear2": "disk"}, {"batchnorm", "linear2"}),
+        ({"": "cpu", "linear1": "disk"}, {"linear1"}),
+    ],
+    ids=["the head stays", "the first layer stays", "one layer is offloaded"],
+)
+def test_an_entry_of_a_module_overrides_that_of_the_one_around_it(model, places, offloaded, tmp_path):
+    expected = model(X)
+    dispatch_model(model, places, offload_dir=tmp_path)
+    assert {name.partition(".")[0] for name, one in model.named_parameters() if one.is_meta} == offloaded
+    assert torch.equal(model(X), expected)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(X), expected)
+
+
 def test_a_tensor_without_memory_and_weight_is_refused(three_layers, tmp_path):
     with init_empty_weights():
         model = three_layers()

@@ -1,6 +1,6 @@
 """Hooks on the modules of a model, by a device for the model or for each block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,34 +48,46 @@ def attach_align_device_hook(  # noqa: PLR0913  (the signature that users know)
     A module of ``preload_module_classes`` gets one for all tensors below it, because it uses weights of its children
     without calling them. So does torch's ``MultiheadAttention``.
     """
-    preloaded = _is_preloaded(module, preload_module_classes)
+    rest = {
+        "weights_map": weights_map,
+        "offload_buffers": offload_buffers,
+        "skip_keys": skip_keys,
+        "preload_module_classes": preload_module_classes,
+        "tied_params_map": tied_params_map,
+    }
+    _align_below(module, module_name, execution_device, rest, offload=offload)
+
+
+def _align_below(
+    module: nn.Module,
+    name: str,
+    device: DeviceLike | None,
+    rest: Mapping[str, Any],
+    *,
+    offload: bool,
+    elsewhere: Collection[str] = (),
+) -> None:
+    """Does what ``attach_align_device_hook`` says, without the modules whose names are in ``elsewhere``."""
+    preloaded = offload and _is_preloaded(module, rest["preload_module_classes"])
     own = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    if own or (offload and preloaded):
-        prefix = f"{module_name}." if module_name else ""
+    if own or preloaded:
+        weights = rest["weights_map"]
         hook = AlignDevicesHook(
-            execution_device,
+            device,
             offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=offload and preloaded,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
+            weights_map=None if weights is None else PrefixedDataset(weights, f"{name}." if name else ""),
+            offload_buffers=rest["offload_buffers"],
+            place_submodules=preloaded,
+            skip_keys=rest["skip_keys"],
+            tied_params_map=rest["tied_params_map"],
         )
         _append(module, hook)
-    if offload and preloaded:
+    if preloaded:
         return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            f"{module_name}.{name}" if module_name else name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if full not in elsewhere:
+            _align_below(child, full, device, rest, offload=offload, elsewhere=elsewhere)
 
 
 def attach_align_device_hook_on_blocks(  # noqa: PLR0913  (the signature that users know)
@@ -129,7 +141,7 @@ def _attach_below(
         _replace(module, hook)
         attach_execution_device_hook(module, device, preload_module_classes=rest["preload_module_classes"], **common)
     elif device is not None:
-        attach_align_device_hook(module, device, True, module_name=name, **rest)
+        _align_below(module, name, device, rest, offload=True, elsewhere=devices)
         if not hasattr(module, "_hf_hook"):
             add_hook_to_module(module, AlignDevicesHook(device, io_same_device=is_root, skip_keys=rest["skip_keys"]))
         elif is_root:
