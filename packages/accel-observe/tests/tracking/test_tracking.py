@@ -364,6 +364,19 @@ def test_values_of_one_step_share_a_row(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ["over\rwritten", "two\r\nlines", 'a "word", more\n'], ids=["cr", "crlf", "quotes"])
+def test_a_column_that_is_added_keeps_texts_and_what_stands_beside_them(tmp_path: Path, text: str) -> None:
+    log = RunLogTracker("p", tmp_path, "r")
+    log.start()
+    log.log({"text": text, "loss": 1.0}, 0)
+    log.log({"acc": 0.5}, 1)
+    log.finish()
+    assert rows_of(tmp_path) == [
+        {"step": "0", "text": text, "loss": "1.0", "acc": ""},
+        {"step": "1", "text": "", "loss": "", "acc": "0.5"},
+    ]
+
+
 @QUICKLY
 @given(
     st.lists(

@@ -194,8 +194,8 @@ def _line(values: list[Any]) -> str:
     if all(isinstance(value, int | float) or value == "" for value in values):
         return ",".join(map(str, values)) + "\n"
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
-    return text.getvalue()
+    csv.writer(text).writerow(values)  # with another end of its lines, it would not quote a carriage return
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _end_line(path: Path) -> None:
