@@ -57,6 +57,26 @@ def test_large_parameters_are_partitioned() -> None:
     assert plans["zero:3"].parts.parameters < plans["zero:2"].parts.parameters / 7
 
 
+def test_a_scalar_before_the_other_parameters_changes_no_plan() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.layer = nn.Linear(512, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.scale
+
+    states = []
+    for model in (nn.Linear(512, 512), Scaled()):
+        profile = profile_model(model, torch.randn(4, 512), loss=lambda model, x: model(x).mean())
+        facts = optimizer_facts("adamw", profile.parameters)
+        chosen = named(candidates(8), ["ddp", "fsdp:full_shard", "zero:1", "zero:2", "zero:3"])
+        plans = plan_all(profile, facts, Hardware.parse("8x80GB"), chosen)
+        states.append([plan.parts.optimizer for plan in plans])
+    assert states[1] == pytest.approx(states[0], abs=64)
+
+
 def test_what_is_offloaded_is_on_the_host_to_the_byte(plans: dict[str, MemoryPlan]) -> None:
     here, away = plans["fsdp:full_shard"].parts, plans["fsdp:full_shard+offload"].parts
     assert away.host == here.parameters + here.gradients + here.optimizer

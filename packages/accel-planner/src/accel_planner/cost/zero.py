@@ -196,8 +196,9 @@ def _part(size: int, ranks: int) -> int:
 
 def _flat_states(optimizer: OptimizerFacts, profile: ModelProfile, part: int) -> int:
     """Bytes of the partition's optimizer states: those states that have the parameters' shape."""
-    if not profile.trainable:
+    # Not of a scalar, whose states do not show whether they follow the parameter (a temperature, CLIP's logit_scale).
+    first = next((parameter for parameter in profile.trainable if parameter.shape), None)
+    if first is None:
         return 0
-    first = profile.trainable[0]
     states = optimizer.states[len(first.shape), first.dtype.itemsize]
     return sum(part * (state.itemsize or MASTER.itemsize) for state in states if state.like)
