@@ -314,6 +314,18 @@ def test_no_older_checkpoint_is_loaded_for_one_that_may_not_be_read(tmp_path: Pa
         accelerator.load_state()
 
 
+def test_a_folder_called_latest_is_loaded_where_checkpoints_are_not_numbered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="automatic checkpoint naming is disabled"):
+        accelerator.load_state("latest")
+    accelerator.save_state("latest")
+    assert accelerator.load_state("latest") == tmp_path / "latest"
+
+
 def damage(folder: Path) -> Path:
     """Flips one byte in the middle of the largest file."""
     file = max(folder.iterdir(), key=lambda path: path.stat().st_size)

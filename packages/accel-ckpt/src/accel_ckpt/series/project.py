@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel_state.session import Session
 
 _LOG = logging.getLogger(__name__)
-FOLDER = "checkpoints"
+FOLDER, LATEST = "checkpoints", "latest"
 
 
 @dataclass(slots=True)
@@ -170,6 +170,28 @@ class ProjectCheckpoints:
                     *(newest, series.path, self._saved),
                 )
         return series, path
+
+    def given(self, input_dir: str | os.PathLike[str] | None) -> "Location | None":
+        """Location of the checkpoint to load; None: the newest intact one of the series.
+
+        ``"latest"`` means the newest one too; without automatic naming it may be the name of a folder.
+
+        Raises:
+            ConfigError: the newest one is asked for, and there is no series.
+        """
+        from accel_ckpt.io.storage import is_folder, locate, storage_of
+
+        place = None if input_dir is None else locate(input_dir)
+        if place is not None and (
+            os.fspath(input_dir or "") != LATEST
+            or (not self._project.automatic_checkpoint_naming and is_folder(storage_of(place), place))
+        ):
+            return place
+        if self.series() is None:
+            raise ConfigError(
+                "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
+            )
+        return None
 
     def continue_after(self, path: "Location", *, saved: bool) -> None:
         """Sets the number of the next automatic checkpoint to follow the one that was ``saved`` or, if not, loaded."""

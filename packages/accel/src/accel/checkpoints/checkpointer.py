@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from accel_observe.meters.observed_run import RunLog
 
 _LOG = logging.getLogger(__name__)
-LATEST = "latest"
 
 
 @final
@@ -323,19 +322,11 @@ class Checkpointer:
         allow_changed_data: bool | None,
     ) -> LoadRequest:
         """Verifies that the arguments are valid, and decide the same collectives, on all ranks."""
-        from accel_ckpt.io.storage import locate
         from accel_ckpt.rank_group import RankGroup
 
         def mine() -> LoadRequest:
             options = LoadOptions.of(strict=strict, parts=parts, allow_changed_data=allow_changed_data)
-            place = None if input_dir is None else locate(input_dir)
-            if input_dir is not None and os.fspath(input_dir) == LATEST:
-                place = None
-            if place is None and self._places.series() is None:
-                raise ConfigError(
-                    "No input_dir provided and automatic checkpoint naming is disabled; give the checkpoint's folder"
-                )
-            return LoadRequest(options, place, bool(self._load_hooks))
+            return LoadRequest(options, self._places.given(input_dir), bool(self._load_hooks))
 
         told = RankGroup.of(self._places.ranks()).run_on_all("load_state", mine)
         return LoadRequest.agreed(told, self._strategy.session.rank)
