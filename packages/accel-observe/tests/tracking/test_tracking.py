@@ -377,6 +377,22 @@ def test_a_column_that_is_added_keeps_texts_and_what_stands_beside_them(tmp_path
     ]
 
 
+def test_a_column_that_the_disk_has_no_room_for_is_added_later(tmp_path: Path) -> None:
+    log = RunLogTracker("p", tmp_path, "r")
+    log.start()
+    log.log({"loss": 1.0}, 0)
+    log.flush()
+    with limited_file_size(16), pytest.raises(OSError, match="File too large"):
+        log.log({"acc": 0.5}, 1)
+    log.log({"loss": 0.9}, 1)
+    log.log({"acc": 0.5}, 1)
+    log.finish()
+    assert rows_of(tmp_path) == [
+        {"step": "0", "loss": "1.0", "acc": ""},
+        {"step": "1", "loss": "0.9", "acc": "0.5"},
+    ]
+
+
 @QUICKLY
 @given(
     st.lists(

@@ -130,8 +130,7 @@ class _Table:
 
     def _continue(self) -> None:
         rows = list(self.rows())
-        self._columns = [STEP, *dict.fromkeys(name for row in rows for name in row if name != STEP)]
-        self._rewrite(rows)
+        self._rewrite(rows, [STEP, *dict.fromkeys(name for row in rows for name in row if name != STEP)])
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Rows of the file as text; a last line that a crash truncated is left out."""
@@ -142,17 +141,19 @@ class _Table:
             if (row.get(STEP) or "").lstrip("-").isdigit():
                 yield {name: value for name, value in row.items() if value not in (None, "") and name is not None}
 
-    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        """Replaces the file atomically."""
+    def _rewrite(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
+        """Replaces the file atomically; if that fails, the table is as before and can be tried again."""
         draft = self._path.with_suffix(".csv.draft")
+        last: dict[str, Any] = {}
         with draft.open("w", encoding="utf-8", newline="") as file:
-            file.write(_line(self._columns))
-            self._row, self._row_at = {}, file.tell()
+            file.write(_line(columns))
+            last_at = file.tell()
             for row in rows:
-                self._row, self._row_at = row, file.tell()
-                file.write(_line([row.get(name, "") for name in self._columns]))
-                self.last = max(self.last, int(row[STEP]))
+                last, last_at = row, file.tell()
+                file.write(_line([row.get(name, "") for name in columns]))
         os.replace(draft, self._path)
+        self._columns, self._row, self._row_at = columns, last, last_at
+        self.last = max((int(row[STEP]) for row in rows), default=-1)
 
     def cut(self, marks: Mapping[str, int]) -> None:
         """Removes every value later than its name's mark, and values of names without a mark."""
@@ -163,15 +164,15 @@ class _Table:
             left = {name: value for name, value in row.items() if step <= marks.get(name, -1)}
             if left:
                 kept.append({STEP: row[STEP], **left})
-        self.last = -1
-        self._rewrite(kept)
+        self._rewrite(kept, self._columns)
         self._file = self._at_end()
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
-        if any(name not in self._columns for name in values):
-            self._columns += [name for name in values if name not in self._columns]
+        new = [name for name in values if name not in self._columns]
+        if new:
+            self._file.flush()
+            self._rewrite(list(self.rows()), [*self._columns, *new])
             self._file.close()
-            self._rewrite(list(self.rows()))
             self._file = self._at_end()
         if self._row and int(self._row[STEP]) == step:
             self._file.seek(self._row_at)
