@@ -377,6 +377,22 @@ def test_a_column_that_is_added_keeps_texts_and_what_stands_beside_them(tmp_path
     ]
 
 
+def test_a_list_longer_than_python_reads_in_a_cell_of_csv_does_not_end_the_table(tmp_path: Path) -> None:
+    limit = csv.field_size_limit()
+    log = RunLogTracker("p", tmp_path, "r")
+    log.start()
+    log.log({"weights": [0.125] * limit}, 0)
+    log.log({"loss": 1.0}, 1)
+    log.finish()
+    again = RunLogTracker("p", tmp_path, "x")
+    again.resume(Continuation({"run_id": "r"}, {"loss": 1, "weights": 0}))
+    again.start()
+    again.finish()
+    head, long, last = (tmp_path / "p" / "r" / "metrics.csv").read_text().splitlines()
+    assert (head, long.count("0.125"), last) == ("step,weights,loss", limit, "1,,1.0")
+    assert csv.field_size_limit() == limit
+
+
 def test_a_column_that_the_disk_has_no_room_for_is_added_later(tmp_path: Path) -> None:
     log = RunLogTracker("p", tmp_path, "r")
     log.start()

@@ -17,6 +17,7 @@ STEP, OWN_ID = "step", "run_id"
 OWN_STEP = "logged step"
 """Column of a logged value that is named ``step``, as the column of the steps is."""
 KIND, TIME, VALUES = "kind", "time", "values"
+_LONGEST_CELL = 2**31 - 1
 _ENCODER = json.JSONEncoder(allow_nan=False)
 BEGUN, RESUMED, LOGGED, CONFIGURED, ENDED = "begun", "resumed", "logged", "configured", "ended"
 
@@ -137,7 +138,12 @@ class _Table:
         with self._path.open(encoding="utf-8", newline="") as file:
             text = file.read()
         whole = text[: text.rfind("\n") + 1]
-        for row in csv.DictReader(io.StringIO(whole, newline="")):
+        limit = csv.field_size_limit(_LONGEST_CELL)  # that of the process
+        try:
+            rows = list(csv.DictReader(io.StringIO(whole, newline="")))
+        finally:
+            csv.field_size_limit(limit)
+        for row in rows:
             if (row.get(STEP) or "").lstrip("-").isdigit():
                 yield {name: value for name, value in row.items() if value not in (None, "") and name is not None}
 
