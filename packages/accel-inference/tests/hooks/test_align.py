@@ -308,3 +308,16 @@ def test_weights_that_nothing_fills_are_refused_by_name(model, way, tmp_path):
             model(X)
     nn.init.zeros_(model.get_submodule(name).down.to_empty(device="cpu").weight)
     assert torch.equal(model(X), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("way", ["cpu", "disk"])
+def test_a_weight_that_a_pre_hook_computes_is_refused(way, tmp_path):
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3, bias=False)), nn.Linear(3, 2)).eval()
+    expected = model(X)
+    cpu_offload(model) if way == "cpu" else disk_offload(model, tmp_path)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^weight of a Linear has no values: a forward pre-hook \(WeightNorm\)"):
+            model(X)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(X), expected)

@@ -187,6 +187,9 @@ class AlignDevicesHook(ModelHook):
                 with torch.inference_mode(False):
                     tensor = tensor.clone()
             place(owner, leaf, tensor.detach(), like=empty)
+        if module._forward_pre_hooks and (early := _computed_early(module)):
+            self._offload()
+            raise RuntimeError(early)
 
     @untraced
     def _offload(self) -> None:
@@ -254,6 +257,19 @@ def _without_values(model: nn.Module) -> set[int]:
         if module._modules:
             waiting.extend(module._modules.values())
     return found
+
+
+def _computed_early(module: nn.Module) -> str:
+    """What says that a forward pre-hook has computed tensors of the module, for which it had placeholders; or empty."""
+    names = [name for name, one in vars(module).items() if isinstance(one, Tensor) and one.is_meta]
+    if not names:
+        return ""
+    hooks = ", ".join(getattr(one, "__name__", type(one).__name__) for one in module._forward_pre_hooks.values())
+    return (
+        f"{', '.join(names)} of a {type(module).__name__} has no values: a forward pre-hook ({hooks}) computes it from "
+        "weights that are offloaded until then; nearest: torch.nn.utils.parametrizations.weight_norm in place of "
+        "torch.nn.utils.weight_norm, or removal of the hook (remove_weight_norm) before the model is offloaded"
+    )
 
 
 def _same(now: Tensor | None, before: Tensor) -> bool:
