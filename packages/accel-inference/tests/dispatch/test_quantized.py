@@ -96,6 +96,16 @@ def test_loaded_weights_are_those_of_a_model_that_is_quantized_afterwards(saved,
     assert "loaded in full precision already" in caplog.text
 
 
+def test_what_is_not_quantized_is_on_the_device_of_the_map_as_well():
+    model = build()
+    model.register_buffer("positions", torch.zeros(3), persistent=False)
+    model.append(nn.Linear(64, 32))[3].weight = model[2].weight
+    load_and_quantize_model(model, config_of(AO[0]), device_map={"": "meta"})  # as an accelerator would be
+    assert {one.device.type for one in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert model[3].weight is model[2].weight
+    assert model.hf_device_map == {"": "meta"}
+
+
 @pytest.mark.parametrize("options", BNB, ids=str)
 def test_a_saved_quantized_model_of_bitsandbytes_is_loaded_back(saved, options, tmp_path):
     _, file = saved

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from accel_inference.dispatch.dispatch import dispatch_model
 from accel_inference.dispatch.load import AUTOMATIC
 from accel_inference.hooks.align import DeviceLike
-from accel_inference.module_tensors.access import is_below
-from accel_inference.module_tensors.ties import device_of
+from accel_inference.module_tensors.access import is_below, set_module_tensor_to_device
+from accel_inference.module_tensors.ties import device_of, find_tied_parameters, retie_parameters
 from accel_inference.placement.auto_map import infer_auto_device_map
 from accel_inference.placement.budgets import HOST_DEVICES, DeviceName, get_balanced_memory
 from accel_inference.quantization.ao_layers import TorchAOQuantizer
@@ -75,11 +75,23 @@ def load_and_quantize_model(
     if isinstance(config, BnbQuantizationConfig):
         flags: Any = model
         flags.is_loaded_in_8bit, flags.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
-    if places is not None and len({str(device) for device in places.values()}) > 1:
+    devices = set() if places is None else {str(device) for device in places.values()}
+    if places is not None and (len(devices) > 1 or "disk" in devices):
         return dispatch_model(model, places, offload_dir=offload_folder, offload_index=offloaded)
     if places is not None:
+        _place_rest(model, places)
         model.hf_device_map = dict(places)  # type: ignore[assignment]
     return model
+
+
+def _place_rest(model: nn.Module, places: DeviceMap) -> None:
+    """Moves to the device of the map what is no quantized weight: weights that the model had, buffers of no checkpoint."""
+    ties = find_tied_parameters(model)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        if not tensor.is_meta and (device := device_of(name, places)) is not None:
+            set_module_tensor_to_device(model, name, device)
+    retie_parameters(model, ties)
 
 
 @contextmanager
