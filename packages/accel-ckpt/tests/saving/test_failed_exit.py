@@ -9,7 +9,7 @@ from accel_ckpt.saving.failed_exit import STATUS
 from accel_testing import Finished, run_command
 
 SCRIPT = """
-import atexit, logging, sys, weakref
+import atexit, logging, os, sys, weakref
 import torch
 from accel_ckpt.saving import transaction as saving; from accel_ckpt import AsyncSaver
 
@@ -59,6 +59,17 @@ def test_exceptions_and_failures_that_were_told_keep_their_status(
 ) -> None:
     done = run(tmp_path, end)
     assert (done.status, words in done.output) == (status, True), done.output
+
+
+def test_a_child_that_is_forked_after_the_failure_keeps_its_status(tmp_path: Path) -> None:
+    end = """
+saver._running.exception()
+if not (child := os.fork()): sys.exit(0)
+print("the child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = run(tmp_path, end)
+    assert "the child ended with 0" in done.output
+    assert done.status == STATUS, done.output
 
 
 def test_a_save_that_succeeds_changes_no_status(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ replaced by a stream whose ``flush`` raises. All other steps of the interpreter'
 
 import atexit
 import logging
+import os
 import sys
 from typing import Any, TextIO, final
 
@@ -22,6 +23,7 @@ class UntoldFailure:
 
     def __init__(self, text: str) -> None:
         self._text = text
+        self._process = os.getpid()
         atexit.register(self._end_badly)
 
     def told(self) -> None:
@@ -29,6 +31,8 @@ class UntoldFailure:
         atexit.unregister(self._end_badly)
 
     def _end_badly(self) -> None:
+        if os.getpid() != self._process:  # a forked child, whose status is that of its own work
+            return
         if getattr(sys, "last_value", None) is not None:  # an exception ends the process, with its own status
             _LOG.error("%s", self._text)
             return
