@@ -365,6 +365,16 @@ def test_a_scheduler_that_is_prepared_first_follows_its_optimizer() -> None:
     assert scheduler.last_epoch == 0
 
 
+def test_a_scheduler_that_is_prepared_first_follows_its_own_optimizer_and_no_other() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, given, _, schedule = parts()
+    other = nn.Linear(2, 2)
+    scheduler = accelerator.prepare(schedule)
+    accelerator.prepare(other, torch.optim.SGD(other.parameters()))
+    model, optimizer = accelerator.prepare(model, given)
+    assert scheduler.optimizers == (optimizer,)
+
+
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))

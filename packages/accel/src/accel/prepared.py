@@ -258,9 +258,8 @@ class Preparation:
         for position, optimizer, indices in zip(where["optimizer"], bundle.optimizers, trained, strict=True):
             results[position] = PreparedOptimizer(optimizer, self._clock, backend, self._note_skip)
             known.add_optimizer(results[position], [known.models[index] for index in indices])
-        for one in known.schedulers:
-            if not one.optimizers:  # it was prepared before its optimizer
-                one.optimizers = self._followed(one.scheduler)
+        for one in known.schedulers:  # some were prepared before their optimizer
+            one.optimizers = self._followed(one.scheduler)
         for position, scheduler in zip(where["scheduler"], bundle.schedulers, strict=True):
             results[position] = self._wrap_scheduler(scheduler)
             known.schedulers.append(results[position])
