@@ -227,7 +227,10 @@ def skipped(driver: Driver, model: nn.Module, *, weigh: bool = False, edit: Edit
 
 
 def cleared_first(driver: Driver, model: nn.Module, *, drop: bool = False) -> nn.Module:
-    """Clears gradients first in each micro-batch; ``drop``: in place of a step with the second route, too."""
+    """Clears gradients at the beginning of each micro-batch, not after the step.
+
+    ``drop``: micro-batches with a sample of the second route have neither backward nor step after that.
+    """
     built = momentum(model)
     model, built = driver.prepare(model, built)
     for batch in driver.batches():

@@ -40,7 +40,7 @@ _IDLE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PrefetchCounts:
-    """Measurement of a prefetcher since its beginning.
+    """Counts of a prefetcher since it was created.
 
     Attributes:
         acquired: blocks that were acquired.
