@@ -85,7 +85,7 @@ def load_and_quantize_model(
 
 
 def _place_rest(model: nn.Module, places: DeviceMap) -> None:
-    """Moves to the device of the map what is no quantized weight: weights that the model had, buffers of no checkpoint."""
+    """Moves to their device what is no quantized weight: weights that the model had, buffers that no checkpoint has."""
     ties = find_tied_parameters(model)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in tensors:
