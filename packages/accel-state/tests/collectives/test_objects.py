@@ -1,5 +1,6 @@
 """Objects reach every rank, and a failure on one rank is a failure on all."""
 
+import pickle
 import threading
 from typing import Any
 
@@ -34,6 +35,16 @@ def test_every_size_around_what_one_collective_carries_arrives(rank):
 
     for size in range(_INLINE - 40, _INLINE + 8):
         assert all_gather_object(b"a" * (size - rank)) == [b"a" * size, b"a" * (size - 1)]
+
+
+@pytest.mark.parametrize("length", [2**31 - 1, 2**31 + 1, 2**32 + 1])
+def test_an_object_of_gigabytes_is_read(length: int) -> None:
+    from accel_state.collectives.pickled import _as_object
+
+    start = pickle.dumps({"rank": 1})
+    received = torch.empty(length, dtype=torch.uint8)  # only its first page is ever in memory
+    received[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+    assert _as_object(received, length) == {"rank": 1}
 
 
 @pytest.mark.ranks(2)

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _PREFIX = 8
 # Bytes of each object that are sent in the message of its length: most objects are a status or a name.
 _INLINE = 504
+# Views memory without a copy, and of any size, whereas ``ctypes.string_at`` takes the size as a C int.
+_view_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_READ_ONLY = 0x100  # PyBUF_READ
 
 
 @final
@@ -156,7 +161,7 @@ def _checked(found: Sequence[Any], error: Exception | None) -> list[Any]:
 
 
 def _as_object(data: torch.Tensor, length: int) -> Any:
-    return pickle.loads(ctypes.string_at(data.data_ptr(), length))
+    return pickle.loads(_view_of(data.data_ptr(), length, _READ_ONLY))
 
 
 def _device_of(group: "ProcessGroup") -> torch.device:
