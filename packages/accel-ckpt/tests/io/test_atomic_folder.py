@@ -50,6 +50,13 @@ def test_a_checkpoint_that_was_moved_aside_is_put_back_if_the_new_one_cannot_be_
     assert os.listdir(tmp_path) == ["one"]
 
 
+def test_the_folders_that_a_first_save_creates_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[Path] = set()
+    monkeypatch.setattr(atomic_folder, "sync_folder", synced.add)
+    accel_ckpt.save(tmp_path / "project" / "checkpoints" / "one", {"n": 1})
+    assert {tmp_path, tmp_path / "project", tmp_path / "project" / "checkpoints"} <= synced
+
+
 def test_leftovers_are_swept_whatever_characters_are_in_the_name(tmp_path: Path) -> None:
     dead = Staging(tmp_path / "a\nb", overwrite=False)
     os.close(dead._handle)  # type: ignore[arg-type]  # what the operating system does when a process ends

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import final
 
@@ -46,7 +47,7 @@ class Staging:
         self.subfolder = ""
         self._lock = target.parent / f".{target.name}.{self.id}.lock"
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             sweep(target.parent, only=target.name)
             check_replaceable(target, overwrite=overwrite)
             self._handle: int | None = _take_lock(self._lock)
@@ -261,6 +262,18 @@ def discard(path: Path) -> None:
         return
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be removed: {error.strerror}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Creates a folder with its missing parents, and syncs the folders that they are in.
+
+    Otherwise a power cut could take the folder of a project with the checkpoints in it.
+    """
+    missing = list(takewhile(lambda place: not place.exists(), (path, *path.parents)))
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        with suppress(PermissionError):  # a folder may be written into and not opened
+            sync_folder(place.parent)
 
 
 def sync_folder(path: Path) -> None:

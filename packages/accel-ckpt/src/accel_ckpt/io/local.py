@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import final
 
 from accel_ckpt.format.blocks import Content, FileRecord, UnavailableError
-from accel_ckpt.io.atomic_folder import Staging, discard, sweep, sync_folder
+from accel_ckpt.io.atomic_folder import Staging, discard, make_folder, sweep, sync_folder
 from accel_ckpt.io.local_files import FileSource, write_file
 from accel_ckpt.io.storage import Location, Storage
 from accel_ckpt.io.thread_pool import default_threads
@@ -41,7 +41,7 @@ class LocalStorage(Storage):
 
     def ready(self, folder: Location) -> None:
         try:
-            _path(folder).mkdir(parents=True, exist_ok=True)
+            make_folder(_path(folder))
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
 
