@@ -248,6 +248,15 @@ def test_a_written_file_means_what_was_written(name: str, tmp_path: Path) -> Non
     assert resolve_config({}, {}, path) == config
 
 
+@pytest.mark.parametrize("seconds", ["0.001", "90.5", "123456.75", "1234567", "2592000"])
+def test_a_written_duration_is_the_one_that_was_given(seconds: str, tmp_path: Path) -> None:
+    config = resolve_config({"timeout": seconds}, {})
+    path = tmp_path / "mine.yaml"
+    path.write_text(file_text(config))
+    assert f"timeout: {seconds}s\n" in path.read_text()
+    assert resolve_config({}, {}, path) == config
+
+
 def test_default_takes_values(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     assert run(["config", "default", "--output", str(path), "--mixed_precision", "bf16", "--use_fsdp"]) == 0

@@ -194,7 +194,7 @@ _WORDS = ("", "yes", "no", "on", "off", "true", "false", "null", "y", "n", "~")
 def shown(value: object) -> str:
     """Formats a value for a terminal or a file."""
     if isinstance(value, timedelta):
-        return f"{value.total_seconds():g}s"
+        return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None else str(value)
