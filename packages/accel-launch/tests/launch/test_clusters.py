@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from accel_launch.config import resolve_config
+from accel_launch.launch.checks import check_settings
 from accel_launch.launch.dispatch import prepare
 from accel_launch.launch.remote.hostfile import Machine, filtered, parse_hostfile, read_hostfile
 from accel_launch.launch.remote.mpi import plan_mpi
@@ -168,6 +169,17 @@ def test_ssh_starts_this_launch_again_on_every_machine() -> None:
     ):
         assert words in remote
     assert "hostfile" not in remote
+
+
+def test_what_means_nothing_in_a_file_or_a_variable_is_no_flag_of_the_other_machines(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 1\n")
+    config = resolve_config({"hostfile": "h"}, {"FSDP_OFFLOAD_PARAMS": "true"}, path)
+    check_settings(config)
+    plan = plan_ssh(config, ["a.py"], (Machine("a", 2), Machine("b", 2)), folder="/", env={})
+    flags = plan.machines[0][1][-1].partition(" launch ")[2].removesuffix(" a.py")
+    assert "--multi_gpu" in flags
+    assert "fsdp" not in flags
 
 
 def test_machines_with_different_numbers_of_slots_are_refused() -> None:

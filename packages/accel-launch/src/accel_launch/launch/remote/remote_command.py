@@ -26,14 +26,15 @@ def launcher_argv(
 ) -> list[str]:
     """``accel launch`` with every given setting, from any source, as a flag.
 
-    ``instead`` replaces settings by texts, or omits them (None).
+    ``instead`` replaces settings by texts, or omits them (None). Settings that need one which is off are left out: in a
+    file or a variable they are passed over, as flags they would be refused.
     """
     argv = [python, "-m", "accel", "launch"]
     for row in settings().values():
         if row.name in instead or row.name in _STARTING or not config.is_given(row.name):
             continue
         value = getattr(config, row.name)
-        if value is None or value == row.default:
+        if value is None or value == row.default or (row.facts.needs and not config.is_on(row.facts.needs)):
             continue
         if row.is_switch:
             argv.append(f"--{row.name}" if value else f"--no_{row.name}")
