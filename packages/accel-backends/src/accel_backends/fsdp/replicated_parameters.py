@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from accel_backends.ops.averaging import average_tensors
+from accel_backends.ops.averaging import average_gradients
 from accel_state.watchdog.decorator import recorded
 
 
@@ -47,20 +47,10 @@ class ReplicatedParameters:
         Collective: every rank of the group must call this.
         """
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if not trained:
-            return
         for parameter in trained:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        here = [parameter.grad is not None for parameter in trained]
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
-        used = trained[0].new_tensor(here)
-        average_tensors([*gradients, used], self._group)
-        if all(here):  # otherwise the flags of all ranks are read, which waits for the device
-            return
-        for parameter, gradient, anywhere in zip(trained, gradients, used.bool().tolist(), strict=True):
-            if anywhere:
-                parameter.grad = gradient
+        average_gradients(trained, self._group)
 
     def _average_one(self, parameter: torch.Tensor) -> None:
         import torch.distributed as dist

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from accel_backends.ops.dtensor import local_of
 from accel_state.collectives.objects import all_gather_object
 
 
@@ -30,6 +31,54 @@ def average_tensors(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
             for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                 whole = mean.view(part.shape)
                 part.copy_(whole.to_sparse(part.sparse_dim()) if part.is_sparse else whole)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[torch.Tensor], group: Any = None) -> None:
+    """Averages the gradients of parameters over the ranks of ``group``: one all-reduce per dtype and device.
+
+    A parameter that only some ranks have used counts as zero on the others, and gets a gradient there; one that no rank
+    has used keeps ``grad`` None. Of DTensors, shards are averaged. A rank with all gradients does not wait for its
+    device.
+
+    Collective: every rank of the group must call this.
+    """
+    if not parameters:
+        return
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    used = _used_flags(parameters)
+    average_tensors([*map(local_of, gradients), used], group)
+    if any(one.grad is None for one in parameters):
+        for parameter, gradient, anywhere in zip(parameters, gradients, used.bool().tolist(), strict=True):
+            if anywhere:
+                parameter.grad = gradient
+
+
+@torch.no_grad()
+def complete_gradients(parameters: Sequence[torch.Tensor], group: Any = None) -> None:
+    """Gives a gradient of zeros to parameters that have one on another rank of ``group``; averages nothing.
+
+    Collective: every rank of the group must call this.
+    """
+    import torch.distributed as dist
+
+    if not parameters:
+        return
+    used = _used_flags(parameters)
+    dist.all_reduce(used, group=group)
+    if any(one.grad is None for one in parameters):
+        for parameter, anywhere in zip(parameters, used.bool().tolist(), strict=True):
+            if anywhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _used_flags(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns 1 for each parameter with a gradient and 0 for the others, in the dtype of the first parameter.
+
+    If all have one, the tensor is made on the device: a copy to a device waits for it.
+    """
+    used, like = [one.grad is not None for one in parameters], local_of(parameters[0])
+    return like.new_ones(len(used)) if all(used) else like.new_tensor(used)
 
 
 def brought_by_any(gradients: Mapping[str, torch.Tensor], group: Any = None) -> set[str]:

@@ -5,9 +5,7 @@ from weakref import ref
 
 import torch
 
-from accel_backends.ops.averaging import average_tensors
-from accel_backends.ops.dtensor import local_of
-from accel_backends.parallel.pipeline.shards import complete_gradients
+from accel_backends.ops.averaging import average_gradients
 from accel_backends.pipeline.model import PipelinedModel
 
 if TYPE_CHECKING:
@@ -47,7 +45,5 @@ class DataParallelReduction:
         if model.shards is not None:
             model.shards.reduce()
             return
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        complete_gradients(trained, self._group)
         # The means of the parts of a tensor-parallel gradient are the parts of its mean.
-        average_tensors([local_of(one.grad) for one in trained if one.grad is not None], self._group)
+        average_gradients([one for one in model.parameters() if one.requires_grad], self._group)

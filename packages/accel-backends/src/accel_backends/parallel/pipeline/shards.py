@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_backends.ops.averaging import complete_gradients
 from accel_backends.ops.fqn import named_parameters
 from accel_backends.ops.optimizer_support import FUSED_ON_FULL, beyond_elements, check_state
 from accel_backends.parallel.expert_parallel import shard_placement
@@ -189,19 +189,3 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Mapping[int, Any]
             )
         for _, parameter in held:
             check_state(kind, parameter, optimizer.state.get(parameter, {}))
-
-
-@torch.no_grad()
-def complete_gradients(parameters: Iterable[torch.Tensor], group: "ProcessGroup") -> None:
-    """Gives a gradient of zeros to parameters that have one on another rank of the group.
-
-    Collective: every rank of the group must call this.
-    """
-    listed = list(parameters)
-    if not listed:
-        return
-    used = torch.tensor([one.grad is not None for one in listed], dtype=torch.int32, device=listed[0].device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-    for parameter, anywhere in zip(listed, used.tolist(), strict=True):
-        if anywhere and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
