@@ -66,6 +66,21 @@ def test_a_resumed_window_without_a_further_backward_is_divided_by_the_weights_t
     assert float(model.weight.detach()) == pytest.approx(-6.0, rel=1e-12)
 
 
+def test_a_head_that_only_the_batches_before_the_save_reached_is_divided_by_all_weights(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    models = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)]
+    for model in models:
+        nn.init.ones_(model.weight)
+    body, head = accelerator.prepare(*models)
+    with accelerator.accumulate(body):
+        accelerator.backward(head(body(torch.full((3, 1), 6.0, dtype=torch.float64))).sum(), weight=3)
+    accelerator.load_state(accelerator.save_state(tmp_path / "open"))
+    for _ in range(2):
+        with accelerator.accumulate(body):
+            accelerator.backward(body(torch.full((4, 1), 6.0, dtype=torch.float64)).sum(), weight=4)
+    assert float(head.weight.grad) == pytest.approx(3 * 6 / 11, rel=1e-12)
+
+
 def test_a_window_moves_between_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
     uninterrupted = trained(96, tmp_path / "uninterrupted", weighted=True)
     rank_pool.run(trained, 36, tmp_path / "two", weighted=True, ranks=2)

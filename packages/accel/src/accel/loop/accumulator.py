@@ -12,7 +12,7 @@ from accel_state.errors import ConfigError
 Key = tuple[int, ...]
 """Models for which a window accumulates, as positions among the prepared ones; empty: all models."""
 
-STEPS_KEY, DIVISORS_KEY, LEFT_KEY = "steps", "divisors", "left"
+STEPS_KEY, DIVISORS_KEY, LEFT_KEY, REACHED_KEY = "steps", "divisors", "left", "reached"
 PATIENCE = 100
 """Rounds for which an unfinished window keeps the loss scale from changing; afterwards it counts as abandoned."""
 
@@ -344,7 +344,7 @@ class StepClock:
         self.correction = 1.0
 
     def state_dict(self) -> dict[str, object]:
-        """Micro-batches, divisors of summed losses and shares of earlier windows by group of models, as JSON.
+        """Micro-batches, divisors of summed losses, shares of earlier windows, reached models, by group, as JSON.
 
         Gradients of open windows, and the weights of each rank in them, are saved separately.
         """
@@ -356,7 +356,8 @@ class StepClock:
             if window.reference is not None
         }
         left = {text: window.left for text, window in windows.items() if window.left}
-        optional = {DIVISORS_KEY: divisors, LEFT_KEY: left}
+        reached = {text: sorted(window.reached) for text, window in windows.items() if window.open and window.reached}
+        optional = {DIVISORS_KEY: divisors, LEFT_KEY: left, REACHED_KEY: reached}
         return {STEPS_KEY: steps, **{key: value for key, value in optional.items() if value}}
 
     def windows(self) -> dict[str, AccumulationWindow]:
@@ -366,9 +367,11 @@ class StepClock:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores what ``state_dict`` returned."""
         steps, divisors, left = state[STEPS_KEY], state.get(DIVISORS_KEY, {}), state.get(LEFT_KEY, {})
+        reached = state.get(REACHED_KEY, {})
         assert isinstance(steps, Mapping)
         assert isinstance(divisors, Mapping)
         assert isinstance(left, Mapping)
+        assert isinstance(reached, Mapping)
         self.reset()
         for text, (step, position, size) in steps.items():
             key = tuple(int(part) for part in text.split(",") if part)
@@ -377,6 +380,7 @@ class StepClock:
             window.step, window.position, window.size = step, position, size
             window.denominator, window.reference = divisors.get(text, (None, None))
             window.left = left.get(text, 0.0)
+            window.reached = set(reached.get(text, ()))
             window.unreduced = window.open
         self.window = self._windows[()]
         self.resumed = self.open
