@@ -272,6 +272,29 @@ def test_sparse_gradients_that_no_backward_has_reduced_stay_sparse(rank: int, to
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("beside", [True, False], ids=["beside others", "alone"])
+def test_sparse_gradients_of_an_embedding_thawed_after_prepare_stay_sparse(rank: int, beside: bool) -> None:
+    model = nn.ModuleList([nn.Embedding(4, WIDTH, sparse=True), nn.Linear(1, 1)]).double()
+    words = model[0].requires_grad_(False)
+    model[1].requires_grad_(beside)
+    optimizer = torch.optim.SparseAdam(words.parameters(), lr=0.1)
+    ddp = opened()
+    bound = ddp.prepare(Bundle([model], [optimizer])).models[0]
+    assert (bound is model) is not beside
+    words.requires_grad_(True)
+    before = words.weight.detach().clone()
+    for tokens in ([[2], None], [None, None], [[1], [1, 2]]):
+        chosen = tokens[rank]
+        inputs = [words(torch.tensor(chosen)).sum()] if chosen else []
+        ddp.backward(sum(inputs, start=model[1](torch.zeros(1, 1, dtype=torch.float64).requires_grad_()).sum()))
+        assert words.weight.grad is None or words.weight.grad.is_sparse
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = (words.weight != before).any(1)
+    assert moved.tolist() == [False, True, True, False]
+
+
+@pytest.mark.ranks(2)
 def test_a_second_backward_of_one_forward_is_refused_within_a_join(rank: int) -> None:
     ddp, model, *_ = prepared()
     with ddp.gradients.join([model]):

@@ -1,7 +1,7 @@
 """Reduction of a DDP model's gradients after each backward, parameters that the loss did not reach included."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 from weakref import ref
@@ -56,7 +56,7 @@ class Reduction:
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._expected: list[torch.Tensor] = []  # in the reducer's order, which its parameter indices refer to
         self._others: list[torch.Tensor] = []
-        self._sparse = {id(module.weight) for _, module in sparse_embeddings(model)}
+        self._sparse = _sparse(model)
         reduced = _in_reducer(model) if given and not self._sparse else None
         for parameter in model._module_parameters:  # without those that DDP ignores
             expected = parameter.requires_grad if reduced is None else id(parameter) in reduced
@@ -186,7 +186,7 @@ class Reduction:
         _set_requires_grad(frozen, True)
         if unprepared is not None:
             unprepared.prepare_for_backward([parameter.view_as(parameter) for parameter in parameters])
-        torch.autograd.backward(parameters, [self._nothing(parameter) for parameter in parameters])
+        torch.autograd.backward(parameters, [_nothing(parameter, self._sparse) for parameter in parameters])
         _set_requires_grad(frozen, False)
 
     def _missing(self, model: DistributedDataParallel) -> list[torch.Tensor]:
@@ -209,14 +209,7 @@ class Reduction:
                 f"join_uneven_inputs cannot average gradients of parameters that were frozen when prepare was called: "
                 f"{', '.join(names[:10])}; set requires_grad before prepare"
             )
-        _average(thawed, self._group)
-
-    def _nothing(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of an unused parameter: -0.0, or a sparse tensor without elements."""
-        if id(parameter) not in self._sparse:
-            return torch.zeros_like(parameter).neg_()
-        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-        return torch.sparse_coo_tensor(indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+        _average(thawed, self._group, self._sparse)
 
 
 @final
@@ -227,12 +220,13 @@ class BareReduction:
         synchronising: whether a backward averages.
     """
 
-    __slots__ = ("_group", "_model", "_parameters", "synchronising")
+    __slots__ = ("_group", "_model", "_parameters", "_sparse", "synchronising")
 
     def __init__(self, model: nn.Module, group: Any = None) -> None:
         self.synchronising = True
         self._group = group
         self._parameters: list[torch.Tensor] = list(model.parameters())
+        self._sparse = _sparse(model)
         self._model = ref(model, partial(_empty, (self._parameters,)))
 
     @property
@@ -251,20 +245,30 @@ class BareReduction:
     def finish(self) -> None:
         """Averages, after a backward, the gradients of unfrozen parameters."""
         if self.synchronising and (thawed := self.thawed):
-            _average(thawed, self._group)
+            _average(thawed, self._group, self._sparse)
 
 
-def _average(thawed: Sequence[torch.Tensor], group: Any) -> None:
+def _average(thawed: Sequence[torch.Tensor], group: Any, sparse: Collection[int]) -> None:
     """Averages gradients that no reducer has; the mean of means is the same mean."""
     without = [parameter for parameter in thawed if parameter.grad is None]
-    for parameter in thawed:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter).neg_()
-        elif parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
+    for parameter in without:
+        parameter.grad = _nothing(parameter, sparse)
     average_tensors([parameter.grad for parameter in thawed if parameter.grad is not None], group)
     if without:
         _drop_nothing(without)
+
+
+def _sparse(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters with sparse gradients."""
+    return {id(module.weight) for _, module in sparse_embeddings(model)}
+
+
+def _nothing(parameter: torch.Tensor, sparse: Collection[int]) -> torch.Tensor:
+    """Returns the gradient of an unused parameter: -0.0, or a sparse tensor without elements."""
+    if id(parameter) not in sparse:
+        return torch.zeros_like(parameter).neg_()
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
 
 
 def _in_reducer(model: DistributedDataParallel) -> set[int]:
