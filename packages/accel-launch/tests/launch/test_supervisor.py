@@ -84,6 +84,15 @@ def test_a_full_disk_costs_lines_of_the_log_and_not_the_process(
     assert capfdbinary.readouterr().err.count(b"the log of rank 0 is incomplete: No space left on device") == 1
 
 
+def test_logs_of_an_earlier_launch_are_kept(tmp_path: Path) -> None:
+    for text in ("preempted\n", "resumed\n"):
+        output = Output(prefix=False, folder=tmp_path)
+        output.keep_log(0)
+        output.note(0, text)
+        output.close()
+    assert (tmp_path / "rank_0.log").read_text() == "preempted\nresumed\n"
+
+
 def test_a_run_is_started_again_after_its_temporary_folder_was_cleared_away() -> None:
     command = (
         'folder=$(dirname "$TORCHELASTIC_ERROR_FILE"); if [ "$TORCHELASTIC_RESTART_COUNT" = 1 ]; then exit 0; fi; '

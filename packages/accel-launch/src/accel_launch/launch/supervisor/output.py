@@ -49,10 +49,10 @@ class Output:
         return (PIPE if streams & 1 else None, PIPE if streams & 2 else None)
 
     def keep_log(self, rank: int) -> None:
-        """Opens the file of ``rank``, if files are requested."""
+        """Opens the file of ``rank``, if files are requested, after what an earlier launch wrote (a requeued job)."""
         if self._folder is not None and rank not in self._logs:
             # Without a buffer, whose rest would be written, or refused, when the file is closed.
-            self._logs[rank] = (self._folder / f"rank_{rank}.log").open("wb", buffering=0)
+            self._logs[rank] = (self._folder / f"rank_{rank}.log").open("ab", buffering=0)
 
     def follow(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
         """Copies ``source`` until its end, in its own thread."""
