@@ -61,6 +61,14 @@ def test_an_attention_counts_its_own_heads():
     assert styles(plan)[""] == LocalSizes(("num_heads", "n_kv_head"))
 
 
+def test_an_attention_joins_its_own_heads():
+    plan = derive_plan(Attention(num_heads=4, embed_dim=16), 2)
+    assert styles(plan)[""] == LocalSizes(("num_heads", "embed_dim"))
+    narrow = Attention(num_heads=2, embed_dim=16, q_proj=nn.Linear(16, 8), o_proj=nn.Linear(8, 16))
+    narrow.k_proj = narrow.v_proj = narrow.q_proj
+    assert styles(derive_plan(narrow, 2))[""] == LocalSizes(("num_heads",))
+
+
 def test_a_norm_between_the_layers_leaves_a_feed_forward_network_replicated():
     network = nn.Module()
     network.fc1, network.norm, network.fc2 = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)

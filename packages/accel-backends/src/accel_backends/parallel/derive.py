@@ -28,6 +28,8 @@ _ATTENTION = (
 )
 # Endings of the names of attributes that count heads.
 _COUNTS = ("head", "heads")
+# Names of attributes with the features of all heads, by which some attentions join their heads.
+_JOINED = ("all_head_size", "embed_dim")
 # Names of the layers of a feed-forward network: those that widen, then the one that narrows.
 _FEED_FORWARD = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -111,17 +113,25 @@ def _attention(module: nn.Module, size: int) -> Found:
         for name in projections:
             yield name, Colwise(), f"heads of an attention, divided over {size} ranks"
         yield out, Rowwise(), "output projection of sharded heads"
-        if counts := _head_counts(module, matrices):
-            yield "", LocalSizes(counts), "the attention counts its own heads"
+        if sizes := _head_sizes(module, matrices, query):
+            yield "", LocalSizes(sizes), "the attention counts its own heads"
         yield from _head_norms(module)
 
 
-def _head_counts(module: nn.Module, matrices: Mapping[str, Matrix]) -> tuple[str, ...]:
-    """Attributes that count the heads of the projections, by which some attentions view them (OPT)."""
+def _head_sizes(module: nn.Module, matrices: Mapping[str, Matrix], query: Matrix) -> tuple[str, ...]:
+    """Attributes that count the heads of the projections, by which some attentions view them (OPT), or their features.
+
+    Attentions that join heads by an attribute (XGLM) do so because tensor parallelism makes it another than the size
+    of their inputs.
+    """
     head_dim = cast(int, module.head_dim)
     counts = {matrix.outputs // head_dim for matrix in matrices.values()}
-    named = {name: value for name, value in vars(module).items() if name.endswith(_COUNTS) and isinstance(value, int)}
-    return tuple(name for name, value in named.items() if value in counts)
+    sizes = {name: value for name, value in vars(module).items() if isinstance(value, int)}
+    return tuple(
+        name
+        for name, value in sizes.items()
+        if (name.endswith(_COUNTS) and value in counts) or (name in _JOINED and value == query.outputs)
+    )
 
 
 def _head_norms(module: nn.Module) -> Found:
