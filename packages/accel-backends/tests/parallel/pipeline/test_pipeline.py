@@ -14,9 +14,22 @@ from accel_state.errors import BackendError
 from accel_testing.equivalence.causal_lms import VOCABULARY, tiny_gpt2, tiny_llama
 
 LENGTH, BATCH = 16, 2
+
+
+def tiny_biogpt() -> nn.Module:
+    """It gives the embedding of positions a mask and the positions."""
+    from transformers import BioGptConfig, BioGptForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"), 0.0)
+    return BioGptForCausalLM(BioGptConfig(num_hidden_layers=4, tie_word_embeddings=False, **sizes, **dropouts))
+
+
 MODELS = {
     "llama": lambda: tiny_llama(num_hidden_layers=4),
     "gpt2": lambda: tiny_gpt2(n_layer=4, tie_word_embeddings=False),
+    "biogpt": tiny_biogpt,
 }
 
 

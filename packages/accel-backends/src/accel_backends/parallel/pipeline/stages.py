@@ -137,8 +137,8 @@ class _NoEmbedding(nn.Module):
         super().__init__()
         self.features = features
 
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns zeros."""
+    def forward(self, indices: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Returns zeros, for what is passed to embeddings of positions beside a mask as well."""
         return torch.zeros(*indices.shape, self.features, device=indices.device)
 
 
