@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from accel_compat.commands.hub_models import local_model
+
 transformers = pytest.importorskip("transformers")
 
 
@@ -25,6 +27,28 @@ def test_memory_of_a_model_by_dtype(tmp_path, capsys):
     assert training["step"] == 4 * total
     command(args)
     assert "float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bert", "--dtypes", "int8"],
+        ["--library_name", "transformers", "bert"],
+        ["--dtypes=int8", "--trust-remote-code", "bert"],
+    ],
+    ids=["first", "after a value", "after a flag"],
+)
+def test_a_model_of_the_hub_is_found_among_the_options(words, monkeypatch):
+    asked = []
+
+    def from_pretrained(name, **_):
+        asked.append(name)
+        return transformers.BertConfig()
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    with local_model(words) as given:
+        assert asked == ["bert"]
+        assert [one for one, before in zip(given, words, strict=True) if one != before] == [given[words.index("bert")]]
 
 
 def test_commands_of_a_pod_are_printed(capsys):

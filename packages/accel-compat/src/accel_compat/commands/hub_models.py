@@ -13,7 +13,7 @@ def local_model(words: Sequence[str]) -> Iterator[list[str]]:
     Raises:
         OSError: no model has this name, or the hub cannot be reached.
     """
-    name = next((word for word in words if not word.startswith("-")), "")
+    name = _model_of(words)
     if not name or Path(name).exists() or ":" in name:
         yield list(words)
         return
@@ -25,3 +25,13 @@ def local_model(words: Sequence[str]) -> Iterator[list[str]]:
         AutoConfig.from_pretrained(name, trust_remote_code=trust).save_pretrained(place)
         print(f"Memory Usage for loading `{name}`:")
         yield [str(place) if word == name else word for word in words]
+
+
+def _model_of(words: Sequence[str]) -> str:
+    """The model that a command line names: the first word that is neither an option nor the value of one."""
+    from accel.cli.estimate import estimate_memory as command
+
+    read = command.make_context(
+        "estimate-memory", list(words), resilient_parsing=True, token_normalize_func=lambda name: name.replace("-", "_")
+    )
+    return next(iter(read.params.get("words") or ()), "")
