@@ -170,6 +170,31 @@ def test_what_counts_and_what_was_lost_are_all_there_was(first: int, mark: int, 
     assert history.lives == [0.0, 50.0]
 
 
+class CountedStep(int):
+    """Step that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __lt__(self, other: int) -> bool:
+        CountedStep.comparisons += 1
+        return int(self) < int(other)
+
+    def __ge__(self, other: int) -> bool:
+        return not self < other
+
+
+def test_a_reading_is_compared_with_those_that_it_repeats_only() -> None:
+    def reading(step: int, time: int) -> dict[str, Any]:
+        return {"kind": "reading", "time": float(time), "values": {"step": CountedStep(step)}}
+
+    lines = [{"kind": "begun", "time": 0.0}, *(reading(step, step) for step in range(300))]
+    lines += [{"kind": "resumed", "time": 300.0}, *(reading(step, 300 + step) for step in range(200, 300))]
+    readings = history_of(lines).readings
+    assert [one["step"] for one in readings] == list(range(300))
+    assert [one["life"] for one in readings] == [1] * 200 + [2] * 100
+    assert CountedStep.comparisons < 1000
+
+
 def test_a_restart_before_anything_was_delivered_is_drawn_where_it_was() -> None:
     """The checkpoint holds the values themselves, so its marks are empty; they are written by the later process."""
     lines = [{"kind": "begun", "time": 0.0}]

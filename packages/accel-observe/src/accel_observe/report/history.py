@@ -154,7 +154,8 @@ def _take_in(history: History, line: dict[str, Any]) -> None:
     elif line[KIND] == READING:
         own = {"life": len(history.lives), "seconds": line[TIME] - history.began, "ranks": line.get("ranks", [])}
         reading = {**line[VALUES], **own}
-        history.readings = [one for one in history.readings if one["step"] < reading["step"]]
+        while history.readings and history.readings[-1]["step"] >= reading["step"]:  # their steps ascend
+            history.readings.pop()
         history.readings.append(reading)
     elif line[KIND] == CONFIGURED:
         history.configuration = line[VALUES]
