@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_backends import Bundle, FSDP1Backend, FSDPConfig, Run
 from accel_precision import PrecisionPolicy
-from accel_state import AccelError, BackendError, Session
+from accel_state import AccelError, BackendError, PrepareError, Session
 from accel_testing.equivalence.models import TinyTransformer, make_model
 
 STEPS, BATCH, LENGTH = 4, 8, 6
@@ -208,6 +208,9 @@ def test_what_version_1_cannot_do_is_refused() -> None:
     both.step()
     with pytest.raises(AccelError, match=r"has stepped already and updates several models.*fsdp_version=2"):
         backend.prepare(Bundle([model, other], [both]))
+    model.scale = nn.Parameter(torch.ones(0))
+    with pytest.raises(PrepareError, match=r"scale of Linear trains and has no elements, .*nearest: .*fsdp_version=2"):
+        backend.prepare(Bundle([model]))
 
 
 @pytest.mark.ranks(2)

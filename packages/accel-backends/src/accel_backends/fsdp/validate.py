@@ -176,7 +176,7 @@ def check_gradients(model: nn.Module, units: Units) -> None:
 
 
 def check_dimensions(model: nn.Module, units: Units) -> None:
-    """Refuses parameters without dimensions, which FSDP1 cannot flatten.
+    """Refuses parameters without dimensions, which FSDP1 cannot flatten, and without elements, whose state it loses.
 
     Raises:
         PrepareError: with the parameter's name.
@@ -186,6 +186,11 @@ def check_dimensions(model: nn.Module, units: Units) -> None:
             raise PrepareError(
                 f"{name} of {type(innermost(model)).__name__} has no dimension, and fsdp_version=1 takes parameters of "
                 "one at least; nearest: nn.Parameter(torch.tensor([value])), or fsdp_version=2"
+            )
+        if parameter.requires_grad and not parameter.numel():
+            raise PrepareError(
+                f"{name} of {type(innermost(model)).__name__} trains and has no elements, and fsdp_version=1 cannot "
+                "save the state of its optimizer; nearest: requires_grad_(False), or fsdp_version=2"
             )
 
 

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from accel_backends.parallel.pipeline.shards import check_optimizers, check_shardable
+from accel_backends.parallel.pipeline.causal_lm import CausalLM
+from accel_backends.parallel.pipeline.shards import StageShards, check_optimizers, check_shardable
 from accel_state.errors import PrepareError
+from accel_testing.equivalence.causal_lms import tiny_llama
 
 AXES = ("ep_size", "cp_size")
 
@@ -17,6 +21,27 @@ def test_a_parameter_without_dimension_is_refused() -> None:
         PrepareError, match=r"scale of Linear has no dimension to shard; nearest: .*instead of ep_size and cp_size$"
     ):
         check_shardable(model, axes=AXES, upcast=False)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_without_elements_stay_full(rank: int) -> None:
+    model = tiny_llama()
+    model.lm_head.scale, model.model.layers[0].scale = nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(0, 7))
+    check_shardable(model, axes=AXES, upcast=False)
+    group = dist.group.WORLD
+    assert group is not None
+    shards = StageShards(CausalLM.of(model), init_device_mesh("cpu", (2,)), group, axes=AXES)
+    with shards.gathered():
+        unused = model.lm_head.scale.sum() + model.model.layers[0].scale.sum()
+        (model(input_ids=torch.arange(8 * rank, 8 * rank + 8)[None]).logits.square().mean() + unused).backward()
+    shards.reduce()
+    expected = tiny_llama()
+    for each in range(2):
+        (expected(input_ids=torch.arange(8 * each, 8 * each + 8)[None]).logits.square().mean() / 2).backward()
+    found = dict(model.named_parameters())
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name].grad.full_tensor(), parameter.grad)
+    assert found["lm_head.scale"].grad.shape == (0,)
 
 
 def test_trained_parameters_have_one_dtype() -> None:

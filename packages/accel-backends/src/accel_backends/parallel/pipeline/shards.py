@@ -66,11 +66,15 @@ class StageShards:
         from torch.distributed.fsdp import fully_shard
 
         divided = [_Unit([module]) for module in experts]
+        # torch does not reduce gradients without elements, which are the same on all ranks.
+        empty = {parameter for parameter in causal_lm.model.parameters() if not parameter.numel()}
         for unit in divided:
             assert expert_mesh is not None
             place = shard_placement(expert_mesh.size(-1))
-            fully_shard(unit, mesh=expert_mesh, reshard_after_forward=False, shard_placement_fn=place)
-        elsewhere = {parameter for unit in divided for parameter in unit.parameters()}
+            fully_shard(
+                unit, mesh=expert_mesh, reshard_after_forward=False, shard_placement_fn=place, ignored_params=empty
+            )
+        elsewhere = {parameter for unit in divided for parameter in unit.parameters()} | empty
         blocks = [_Unit([block]) for block in causal_lm.blocks if has_parameters(block)]
         around = [causal_lm.base.get_submodule(name) for name in (*causal_lm.embeddings, *causal_lm.behind)]
         root = _Unit([*divided, *blocks, *around, causal_lm.model.get_submodule(causal_lm.head_name)])
