@@ -22,7 +22,7 @@ from accel_launch.launch.dispatch import prepare
 from accel_launch.launch.remote.hostfile import Machine, filtered, parse_hostfile, read_hostfile
 from accel_launch.launch.remote.mpi import plan_mpi
 from accel_launch.launch.remote.slurm import plan_slurm
-from accel_launch.launch.remote.ssh import plan_ssh
+from accel_launch.launch.remote.ssh import SshPlan, plan_ssh, run_ssh
 from accel_state.errors import LaunchError
 from accel_testing.ranks.launchers import free_port
 
@@ -180,6 +180,17 @@ def test_what_means_nothing_in_a_file_or_a_variable_is_no_flag_of_the_other_mach
     flags = plan.machines[0][1][-1].partition(" launch ")[2].removesuffix(" a.py")
     assert "--multi_gpu" in flags
     assert "fsdp" not in flags
+
+
+def test_machines_do_not_wait_for_one_whose_launcher_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("accel_launch.launch.remote.ssh._MORE_GRACE", 1.0)
+    waiting = ("/bin/sh", "-c", f"timeout 6 cat && touch {tmp_path}/asked_to_end")  # its input ends before it gives up
+    plan = SshPlan((("a", waiting), ("b", ("/bin/sh", "-c", "exit 3"))), 2, grace=0.0)
+    assert run_ssh(plan) == 3
+    assert (tmp_path / "asked_to_end").exists()
+    assert "b ended with status 3; ending the other machines" in capsys.readouterr().err
 
 
 def test_machines_with_different_numbers_of_slots_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Launch on the machines of a hostfile: a launcher on each, started over SSH, that ends with its connection."""
 
+import math
 import shlex
 import subprocess
 import time
@@ -82,6 +83,9 @@ def plan_ssh(
 def run_ssh(plan: SshPlan) -> int:
     """Starts all launchers and returns the exit status of the first that failed; a signal here ends them all.
 
+    A launcher that failed at its start (no such script there) cannot tell the others, which would wait for it until
+    ``join_timeout``: they are ended if they do not end soon.
+
     Raises:
         LaunchError: ssh is not installed.
     """
@@ -90,7 +94,7 @@ def run_ssh(plan: SshPlan) -> int:
         try:
             for name, argv in plan.machines:
                 running[name] = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
-            statuses = _wait(running, interrupts)
+            statuses = _wait(running, interrupts, patience=plan.grace + _MORE_GRACE)
         except OSError as error:
             raise LaunchError(f"cannot run ssh: {error.strerror}") from error
         finally:
@@ -103,15 +107,24 @@ def run_ssh(plan: SshPlan) -> int:
     return next((abs(status) for _, status in statuses if status), 0)
 
 
-def _wait(running: Mapping[str, "subprocess.Popen[bytes]"], interrupts: Interrupts) -> list[tuple[str, int]]:
-    """Names and exit statuses in order of exit; stops waiting after a lost connection."""
+def _wait(
+    running: Mapping[str, "subprocess.Popen[bytes]"], interrupts: Interrupts, *, patience: float
+) -> list[tuple[str, int]]:
+    """Names and exit statuses in order of exit; stops waiting after a lost connection, and soon after a failure."""
     ended: list[tuple[str, int]] = []
+    deadline = math.inf
     while len(ended) < len(running) and not interrupts.received:
+        if time.monotonic() > deadline:
+            name, status = next((name, status) for name, status in ended if status)
+            say(f"accel launch: {name} ended with status {status}; ending the other machines, which wait for it")
+            break
         known = {name for name, _ in ended}
         new = [(name, p.returncode) for name, p in running.items() if name not in known and p.poll() is not None]
         ended += new
         if any(status == _LOST for _, status in new):
             break
+        if any(status for _, status in new):
+            deadline = min(deadline, time.monotonic() + patience)
         time.sleep(0.05)
     return ended
 
