@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_ckpt
 from accel_ckpt.format.tree import TensorTable, decode, encode, leaves, tensor_name
@@ -172,6 +173,12 @@ def test_a_negated_view_is_another_tensor_than_its_base(tmp_path):
     read = accel_ckpt.save(tmp_path / "c", {"s": {"base": base.imag, "negated": negated}}).read("s")
     assert read["base"].tolist() == [2.0, -4.0]
     assert read["negated"].tolist() == [-2.0, 4.0]
+
+
+def test_states_of_an_8_bit_optimizer_are_refused_with_the_nearest_that_is_saved(tmp_path):
+    """Those of ``torchao.optim.AdamW8bit`` are made of codes and scales."""
+    with pytest.raises(CheckpointError, match=r"exp_avg is a .*TwoTensor, a tensor made of others.* torch.optim.AdamW"):
+        accel_ckpt.save(tmp_path / "c", {"optimizer": {"exp_avg": TwoTensor(torch.ones(2), torch.ones(2))}})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -251,7 +251,8 @@ def _check(key: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
         raise CheckpointError(f"{key} has layout {local.layout}; a checkpoint holds dense tensors (use .to_dense())")
     if is_composite(local):
         raise CheckpointError(
-            f"{key} is a {kind.__module__}.{kind.__qualname__}, a tensor made of others; save the tensors inside it"
+            f"{key} is a {kind.__module__}.{kind.__qualname__}, a tensor made of others; save the tensors inside it. "
+            "Nearest, if it is the state of an optimizer: one whose states are plain tensors, such as torch.optim.AdamW"
         )
     check_memory(key, local)
     if dtype_of(dtype_name(tensor.dtype)) is None:
