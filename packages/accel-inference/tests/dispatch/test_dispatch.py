@@ -15,6 +15,7 @@ from accel_inference.hooks.hook import ModelHook, add_hook_to_module, remove_hoo
 from accel_inference.hooks.offloaded_state import get_state_dict_offloaded_model
 from accel_inference.module_tensors.meta_init import init_empty_weights
 from accel_inference.placement.auto_map import infer_auto_device_map
+from accel_inference.placement.device_map import check_device_map
 from accel_state.errors import CheckpointMismatchError
 
 X = torch.ones(2, 3)
@@ -272,6 +273,25 @@ def test_an_entry_of_a_module_overrides_that_of_the_one_around_it(model, places,
     assert torch.equal(model(X), expected)
     remove_hook_from_submodules(model)
     assert torch.equal(model(X), expected)
+
+
+def test_a_map_may_leave_out_buffers_that_no_checkpoint_has(tmp_path):
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", torch.rand(3), persistent=False)
+
+        def forward(self, x):
+            return x * self.frequencies
+
+    model = nn.Sequential(Rotary(), nn.Linear(3, 2))
+    expected = model(X)
+    dispatch_model(model, {"1": "disk"}, offload_dir=tmp_path)
+    assert model[1].weight.is_meta
+    assert torch.equal(model(X), expected)
+    model[0].register_buffer("offsets", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"does not give any device.*: 0\.offsets$"):
+        check_device_map(model, {"1": "disk"})
 
 
 def test_a_tensor_without_memory_and_weight_is_refused(three_layers, tmp_path):

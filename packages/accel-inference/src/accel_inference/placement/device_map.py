@@ -7,13 +7,16 @@ from warnings import warn
 import torch
 from torch import nn
 
+from accel_inference.module_tensors.access import get_non_persistent_buffers
 from accel_inference.module_tensors.ties import device_of
 
 D = TypeVar("D", bound=int | str | torch.device)
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
-    """Checks that the map covers every tensor of a model; warns of entries that match no module.
+    """Checks that the map covers every tensor that a checkpoint has; warns of entries that match no module.
+
+    Other buffers may be left out, as those of rotary embeddings are in maps by hand; they stay where they are.
 
     Raises:
         ValueError: a parameter or buffer has no device.
@@ -23,7 +26,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     if unknown := [key for key in device_map if key not in known]:
         warn(f"The following device_map keys do not match any submodules in the model: {unknown}", stacklevel=2)
-    names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+    unsaved = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name not in unsaved]
     if missing := [name for name in names if device_of(name, device_map) is None]:
         raise ValueError(
             "The device_map provided does not give any device for the following parameters: " + ", ".join(missing)
