@@ -69,6 +69,22 @@ def test_another_precision_of_a_second_accelerator_is_refused():
         Accelerator(mixed_precision="no")
 
 
+def test_a_model_that_is_prepared_again_computes_in_the_precision():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = nn.Sequential(nn.Linear(2, 2))
+    dtypes = []
+    model[0].register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
+    for _ in range(2):
+        accelerator.free_memory()
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(prepared(torch.ones(1, 2)).sum())
+        optimizer.step()
+        assert accelerator.prepare(prepared) is prepared
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
+
+
 def test_a_saved_state_is_restored(tmp_path):
     accelerator, model, optimizer, loader = _run(1)
     accelerator.save_state(str(tmp_path / "state"))

@@ -329,6 +329,8 @@ class PreparingMethods:
         from accel_state.device.memory import release_memory
 
         self._backend.release(self._models)
+        for model in self._models:
+            model._is_accelerate_prepared = False  # its forward is the user's own again
         if self._withdraw_group is not None:
             self._withdraw_group()
             self._withdraw_group = None
