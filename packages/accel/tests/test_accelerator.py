@@ -296,6 +296,26 @@ def test_clipping_waits_for_the_end_of_the_window() -> None:
     assert norms[1] == pytest.approx(1.0, rel=1e-4)
 
 
+@pytest.mark.parametrize("batches", [6, 5], ids=["whole", "left"])
+def test_a_schedule_of_epochs_steps_after_an_epoch_that_ends_inside_a_window(batches: int) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts())
+    for epoch in range(3):
+        for number, (x, y) in enumerate(loader, 1):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == batches:
+                break
+        assert scheduler.last_epoch == epoch
+        for _ in loader:  # an evaluation
+            pass
+        scheduler.step()
+    assert scheduler.last_epoch == 3
+
+
 def test_scheduler_steps_per_process_is_the_old_meaning() -> None:
     with pytest.raises(ConfigError, match="scheduler_steps is 'always'"):
         Accelerator(cpu=True, scheduler_steps="always")

@@ -23,6 +23,9 @@ class Scheduler(Protocol):
 class PreparedScheduler:
     """The user's scheduler behind the step clock: one step per optimizer step, none if that was skipped.
 
+    A call between the end of a loop over a prepared loader and the next micro-batch is that of a schedule of epochs,
+    and always steps.
+
     With ``repeats`` above 1 (``scheduler_steps="per_process"``) every step moves the schedule that many times, as
     Accelerate does; a schedule written for the number of optimizer steps needs 1. Pickling and copying apply to the
     inner scheduler.
@@ -47,17 +50,21 @@ class PreparedScheduler:
         self._repeats = repeats
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps the schedule if an optimizer step was due and taken; always, if it does not follow the optimizer."""
+        """Steps the schedule if an optimizer step was due and taken.
+
+        Always, after the loop over a prepared loader, or if the schedule does not follow the optimizer.
+        """
         if not self._follow:
             self.scheduler.step(*args, **kwargs)
             return
-        if not self._clock.due:
-            if not self._clock.plugin.adjust_scheduler:
-                self.scheduler.step(*args, **kwargs)
-            return
-        for optimizer in self.optimizers:
-            if optimizer.step_was_skipped:
+        if not self._clock.passed:
+            if not self._clock.due:
+                if not self._clock.plugin.adjust_scheduler:
+                    self.scheduler.step(*args, **kwargs)
                 return
+            for optimizer in self.optimizers:
+                if optimizer.step_was_skipped:
+                    return
         if self._repeats == 1:
             self.scheduler.step(*args, **kwargs)
             return

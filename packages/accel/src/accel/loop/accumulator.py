@@ -118,6 +118,7 @@ class StepClock:
 
     __slots__ = (
         "_loaders",
+        "_pass",
         "_windows",
         "claimed",
         "complete",
@@ -142,6 +143,7 @@ class StepClock:
         self.share = 1.0 / plugin.num_steps
         self.correction = 1.0
         self._loaders: list[weakref.ref[ActiveLoader]] = []
+        self._pass: weakref.ref[ActiveLoader] | None = None  # the loader of the current micro-batch
         self.unclaimed = False
         self.unstepped = False
         self.complete: Callable[[], Callable[[], None] | None] | None = None
@@ -180,6 +182,11 @@ class StepClock:
         """``share``, times the weight of this rank's sequence shard under sequence parallelism."""
         loader = self.active_loader if self._loaders else None
         return self.share if loader is None else self.share * loader.weight
+
+    @property
+    def passed(self) -> bool:
+        """Whether the pass of a loader that gave the current micro-batch has ended: the loop over it is over."""
+        return self._pass is not None and all(one is not self._pass for one in self._loaders)
 
     @property
     def open(self) -> bool:
@@ -247,6 +254,7 @@ class StepClock:
         self.window = window
         self.key = key
         loader = self.active_loader if self._loaders else None
+        self._pass = None if loader is None else self._loaders[-1]
         planned = loader.window if loader is not None else None
         if planned is not None:
             return self._tick_planned(window, planned)
@@ -335,6 +343,7 @@ class StepClock:
         self.key = ()
         self.window = self._windows.setdefault((), AccumulationWindow())
         self.due = True
+        self._pass = None
         self.unstepped = False
         self.postponed.clear()
         self.era = object()
@@ -399,7 +408,7 @@ class StepClock:
 
     def undo(self) -> Callable[[], None]:
         """Returns a function that undoes every load from now on, for a load that another object refuses."""
-        names = ("due", "share", "correction", "key", "window", "unstepped", "era", "resumed", "uncleared")
+        names = ("due", "share", "correction", "key", "window", "unstepped", "era", "resumed", "uncleared", "_pass")
         before = {name: getattr(self, name) for name in names}
         windows, claimed = dict(self._windows), set(self.claimed)
 
