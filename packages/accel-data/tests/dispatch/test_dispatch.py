@@ -129,6 +129,26 @@ def test_one_such_batch_alone_is_repeated_and_counted_once(name):
     assert dealt.counts == (4, 0)
 
 
+def images(count, *, channels=3, ragged=False):
+    return [torch.full((channels, 4, 4 + number * ragged), float(number)) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [list, tuple, lambda samples: {"x": samples, "n": torch.zeros(len(samples))}],
+    ids=["list", "tuple", "beside a column"],
+)
+@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
+@pytest.mark.parametrize(("shards", "counts"), [(2, [3]), (2, [2, 1]), (4, [3, 3]), (3, [2]), (4, [3, 2])], ids=str)
+def test_as_many_images_as_they_have_channels_stay_whole(make, ragged, shards, counts):
+    batches = [make(images(count, ragged=ragged)) for count in counts]
+    dealt = Dealer(shards=shards, batch_rows=max(counts) + (len(counts) < 2)).deal(batches, counts)
+    for part in dealt.parts:
+        held = part["x"] if isinstance(part, dict) else part
+        assert {image.shape[0] for image in held} == {3}
+    assert sum(dealt.counts) == sum(counts)
+
+
 def test_what_all_batches_have_alike_stays_beside_their_rows():
     weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])
     batches = [(torch.arange(4), weights, "images"), (torch.arange(4, 6), weights.clone(), "images")]

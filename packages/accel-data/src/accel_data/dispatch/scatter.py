@@ -47,7 +47,8 @@ class Dealer:
     A full step takes one batch per shard and passes them on unchanged; with ``split`` it takes one batch and slices it.
     Only the last step of an epoch may be incomplete. With ``even`` its rows are redistributed as equally as possible,
     and padded by repeating the first rows; if rows cannot be redistributed (ragged batches, objects, a collation that
-    makes another number of rows, batches of no fixed size), batches stay full and the first ones are repeated.
+    makes another number of rows, lists that may hold samples or columns, batches of no fixed size), batches stay full
+    and the first ones are repeated.
     """
 
     shards: int
@@ -80,11 +81,16 @@ class Dealer:
         if full and self.slice_fn is None:
             sizes = None if len(set(rows)) == 1 else tuple(rows)
             return Dealt(tuple(batches), sizes, sizes, total)
-        told = self.slice_fn is not None or all(map(_can_be_sliced, batches, rows))
+        told = self.slice_fn is not None or (
+            all(map(_can_be_sliced, batches, rows)) and not all(map(_may_be_samples, batches, rows))
+        )
         if self.batch_rows is not None and self.even and told:
             try:
-                joined = self._filled(join_rows(batches, rows), total)
-                if self.slice_fn is None and _can_be_sliced(joined, total + -total % self.shards):
+                joined, held = join_rows(batches, rows), total + -total % self.shards
+                if self.slice_fn is None and _may_be_samples(joined, total):
+                    return self._whole(batches, rows)
+                joined = self._filled(joined, total)
+                if self.slice_fn is None and _can_be_sliced(joined, held) and not _may_be_samples(joined, held):
                     return self._cut(joined, total, full)
             except (TypeError, ValueError, RuntimeError):  # ragged: rows of different batches cannot be concatenated
                 return self._whole(batches, rows)
@@ -218,6 +224,21 @@ def _rows_told(batch: Any, rows: int) -> Iterator[bool | None]:
             yield from _rows_told(value, rows)
     elif not isinstance(batch, _SCALARS):
         yield None
+
+
+def _may_be_samples(batch: Any, rows: int) -> bool:
+    """Whether a list or tuple in a batch may hold samples as well as columns, as three RGB images of three samples.
+
+    Its entries are alike, and each column in them has ``rows`` rows.
+    """
+    if type(batch) in (list, tuple) and 1 < rows == len(batch) and not _is_strings(batch):
+        columns = [list(_columns(entry)) for entry in batch]
+        forms = {tuple((*form[:2], *map(len, form[2:])) for form, _ in entry) for entry in columns}
+        if len(forms) == 1 and columns[0] and all(length == rows for entry in columns for _, length in entry):
+            return True
+    if _is_column(batch, rows):
+        return False
+    return any(_may_be_samples(value, rows) for _, value in children(batch) or ())
 
 
 def _is_column(batch: Any, rows: int) -> bool:
