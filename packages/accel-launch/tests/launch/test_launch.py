@@ -559,6 +559,27 @@ def test_two_machines_form_one_job_and_restart_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("preempted", [0, 1])
+def test_a_run_of_which_one_machine_is_preempted_ends_on_both(preempted: int, tmp_path: Path) -> None:
+    """The ranks agree on where to stop, all save, and end with 75; the other machine's take a little longer."""
+    script = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: open("saved", "w").close())
+open("ready_" + os.environ["RANK"], "w").close()
+while not os.path.exists("saved"): time.sleep(0.02)
+if os.environ["RANK"] != os.environ["PREEMPTED"]: time.sleep(1)
+sys.exit(75)
+"""
+    with machines(tmp_path, script=script, env={"PREEMPTED": str(preempted)}) as made:
+        for rank, process in enumerate(made):
+            wait_for(tmp_path / f"ready_{rank}", process)
+        made[preempted].terminate()
+        said = [process.communicate(timeout=20)[1] for process in made]
+    assert [process.returncode for process in made] == [75, 75], said
+    assert all("1 processes have saved and ended" in text for text in said)
+
+
+@pytest.mark.slow
 def test_a_failure_on_one_machine_ends_the_job_on_the_other(tmp_path: Path) -> None:
     script = """
 import os, time

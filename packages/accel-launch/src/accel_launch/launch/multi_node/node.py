@@ -27,6 +27,7 @@ from accel_launch.launch.supervisor.supervisor import attempt_env, interrupted, 
 
 _ROLE = "accel"
 _NO_PAUSE = 0.001
+_SOON = 0.1
 
 
 def run_machine(plan: LaunchPlan) -> int:
@@ -53,6 +54,7 @@ def _run_agent(plan: LaunchPlan, interrupts: Interrupts, guard: Guard) -> int:
             agent.run()
         except SignalException:
             if agent.preempted:
+                meeting.await_done(plan.config.grace_period.total_seconds())
                 return preempted(len(plan.processes))
             raise
         return agent.status
@@ -125,7 +127,8 @@ class MachineAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         workers = self._workers
         assert workers is not None
-        workers.wait(self._plan.config.monitor_interval)
+        interval = self._plan.config.monitor_interval
+        workers.wait(interval if workers.running else min(interval, _SOON))  # the others may be waiting for this node
         if self._interrupts.received:
             raise SignalException("its launcher was asked to end", self._interrupts.received[0])
         if workers.failed or workers.stuck(self._grace):
@@ -140,7 +143,8 @@ class MachineAgent(SimpleElasticAgent):
         if not self._meeting.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         if workers.preempted:
-            self.status = preempted(len(self._plan.processes))
+            # Not as a success, at which torch's agents wait for one another: one that was preempted itself has left.
+            return self._end(preempted(len(self._plan.processes)))
         ranks = (worker.global_rank for worker in worker_group.workers)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 

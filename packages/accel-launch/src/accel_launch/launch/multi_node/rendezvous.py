@@ -96,6 +96,16 @@ class MeetingPoint(RendezvousHandler, ABC):
             self._done_round = self.round
             return self._store.add(f"round/{self.round}/done", added) >= self.size
 
+    def await_done(self, seconds: float) -> None:
+        """Records that this node's processes have ended, before it leaves by itself (because it was preempted).
+
+        The node that holds the store waits for those of all nodes, at most ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(LaunchError):
+            while not self.all_done() and self._is_host and time.monotonic() < deadline:
+                time.sleep(_POLL)
+
     def give_up(self, reason: str) -> None:
         """Ends the job on the other nodes, with the reason."""
         with contextlib.suppress(RuntimeError):
