@@ -93,3 +93,25 @@ def broken() -> nn.Module:
 def test_what_cannot_be_looked_at_is_explained(source: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         profile_model(source, options.pop("sample", None), **options)
+
+
+class Normed(torch.autograd.Function):
+    """The identity, whose backward reads a value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float(ctx.saved_tensors[0].abs().max())
+
+
+def test_a_backward_that_reads_values_is_refused_with_a_way_out() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Normed.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    with pytest.raises(PlanError, match=r"backward of Model .* without values \(\w+: .*name a strategy"):
+        profile_model(Model(3, 1), torch.zeros(2, 3))

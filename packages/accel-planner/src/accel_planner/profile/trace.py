@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_planner import private
+from accel_planner.errors import PlanError
 from accel_planner.profile.memory_tracker import StorageWatch
 from accel_planner.profile.profile import Mark, MarkKind, Timeline
 
@@ -32,13 +33,16 @@ def trace(
         unit_of: index of the unit of each parameter, by the parameter's id.
         known: tensors that are not activations: parameters, buffers, the batch.
         fake: the mode in which fake tensors are made.
+
+    Raises:
+        PlanError: the backward needs values.
     """
     parameters = list(model.parameters())
     with fake, StorageWatch(known, count_flops=True) as watch:
         hooks = [hook for index, module in units.items() for hook in _mark(module, index, watch)]
         try:
             loss = step()
-            loss.backward()
+            _backward(loss, model)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -52,6 +56,17 @@ def trace(
         for parameter in parameters:
             parameter.grad = None
     return Timeline(_marks(events, gradients), watch.flops)
+
+
+def _backward(loss: torch.Tensor, model: nn.Module) -> None:
+    try:
+        loss.backward()
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise PlanError(
+            f"the backward of {type(model).__name__} cannot be run on tensors without values ({type(error).__name__}: "
+            f"{text}); name a strategy, or give the planner a model whose backward reads no values"
+        ) from error
 
 
 def _marks(events: Iterable[tuple[Any, int]], gradients: Mapping[int, int]) -> tuple[Mark, ...]:
