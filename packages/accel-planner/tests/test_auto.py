@@ -239,6 +239,17 @@ def test_looking_at_a_loader_moves_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(
+    "data", [{"a": torch.zeros(2), "b": torch.zeros(2)}, {(0, 8): torch.zeros(2)}], ids=["names", "pairs"]
+)
+def test_a_dataset_with_keys_of_its_own_says_nothing_of_a_batch(data: Any) -> None:
+    loader: Any = DataLoader(data, batch_size=2, sampler=list(data))
+    assert first_batch(loader, 1) is None
+    accelerator = Accelerator(cpu=True, strategy="auto")
+    accelerator.prepare(nn.Linear(2, 1), loader)
+    assert "not counted" in str(accelerator.choice)
+
+
 def test_a_model_that_only_evaluates_decides_nothing() -> None:
     accelerator = Accelerator(cpu=True, strategy="auto")
     accelerator.prepare_model(model(), evaluation_mode=True)

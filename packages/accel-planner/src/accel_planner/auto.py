@@ -282,6 +282,8 @@ def _fits(candidate: "Candidate", options: BackendConfig, facts: StrategyFacts) 
 def first_batch(loader: Any, share: int) -> Any:
     """First batch that a loader over a map-style dataset gives one of ``share`` processes; None for other loaders.
 
+    So of a dataset with other keys than numbers from 0, which its sampler knows.
+
     Random states are restored, so reading the batch has no effect except on state that the dataset keeps itself.
     """
     from accel_state.rng import rng_state, set_rng_state
@@ -293,6 +295,9 @@ def first_batch(loader: Any, share: int) -> Any:
     before = rng_state()
     try:
         items = [dataset[index % len(dataset)] for index in range(max(1, size // share))]
+    except (LookupError, TypeError):
+        return None
+    else:
         return loader.collate_fn(items)
     finally:
         set_rng_state(before)
