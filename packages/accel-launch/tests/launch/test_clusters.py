@@ -193,6 +193,16 @@ def test_machines_do_not_wait_for_one_whose_launcher_has_failed(
     assert "b ended with status 3; ending the other machines" in capsys.readouterr().err
 
 
+def test_a_machine_that_was_preempted_leaves_the_others_the_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_launch.launch.remote.ssh._MORE_GRACE", 0.1)
+    saving = ("/bin/sh", "-c", f"timeout 1 cat; [ $? = 124 ] && touch {tmp_path}/saved; exit 75")
+    plan = SshPlan((("a", saving), ("b", ("/bin/sh", "-c", "exit 75"))), 2, grace=0.0)
+    assert run_ssh(plan) == 75
+    assert (tmp_path / "saved").exists()
+
+
 def test_machines_with_different_numbers_of_slots_are_refused() -> None:
     with pytest.raises(LaunchError, match="a 4, b 2"):
         plan_ssh(resolve_config({}, {}), ["a.py"], MACHINES, folder="/", env={})

@@ -15,6 +15,7 @@ from accel_launch.launch.supervisor.interrupts import Interrupts
 from accel_launch.launch.supervisor.output import say
 from accel_launch.launch.supervisor.ports import DEFAULT_PORT
 from accel_launch.launch.supervisor.supervisor import interrupted
+from accel_launch.preemption.exit_status import PREEMPTED_STATUS
 from accel_state.errors import LaunchError
 
 # Extra seconds for the remote launchers, which end their processes within the grace period, to notice and report.
@@ -115,7 +116,7 @@ def _wait(
     deadline = math.inf
     while len(ended) < len(running) and not interrupts.received:
         if time.monotonic() > deadline:
-            name, status = next((name, status) for name, status in ended if status)
+            name, status = next(one for one in ended if one[1] not in (0, PREEMPTED_STATUS))
             say(f"accel launch: {name} ended with status {status}; ending the other machines, which wait for it")
             break
         known = {name for name, _ in ended}
@@ -123,7 +124,7 @@ def _wait(
         ended += new
         if any(status == _LOST for _, status in new):
             break
-        if any(status for _, status in new):
+        if any(status not in (0, PREEMPTED_STATUS) for _, status in new):  # preempted: others are saving
             deadline = min(deadline, time.monotonic() + patience)
         time.sleep(0.05)
     return ended
