@@ -171,6 +171,21 @@ def test_every_rank_has_the_norm_of_a_gradient_that_is_not_finite_on_one(rank, w
         assert repr(float(clip_grad_norm([parameter], 1.0, norm_type))) == repr(bad)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_the_norm_of_complex_dtensors_is_real(rank, world_size, norm_type):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    for rows in (1, 4):  # with one, a rank has no elements
+        whole = torch.complex(torch.arange(3.0 * rows), torch.ones(3 * rows)).view(rows, 3)
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+        norm = clip_grad_norm([parameter], 1.0, norm_type)
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(whole, norm_type))
+
+
 @pytest.mark.ranks(4)
 def test_the_norm_over_a_two_dimensional_mesh(rank, world_size):
     from torch.distributed.device_mesh import init_device_mesh

@@ -131,7 +131,8 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float, *, pieces: Piece
     parts = _norms(_by_place(plain), norm_type)
     for (mesh, dims), group in meshes.items():
         filled = [local for local in group if local.numel()]
-        dtype = reduce(torch.promote_types, (local.dtype for local in group))  # the same on every rank
+        # The same on every rank; norms of complex gradients are real.
+        dtype = reduce(torch.promote_types, (local.dtype for local in group)).to_real()
         zero = torch.zeros((), device=group[0].device, dtype=dtype)
         own = _joined(_norms(_by_place(filled), norm_type), norm_type, zero.device).to(dtype) if filled else zero
         parts.append(_over_mesh(own, mesh, dims, norm_type))
