@@ -18,6 +18,13 @@ def test_all_batch_normalisations_have_the_base():
     assert nn.BatchNorm1d.__base__ is private.BatchNorm  # taken without the private name
 
 
+def test_normalisations_with_running_statistics_have_one_class():
+    kinds = (nn.BatchNorm2d, nn.LazyBatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.LazyInstanceNorm3d)
+    assert [issubclass(kind, private.RunningNorm) for kind in kinds] == [True] * 5
+    assert not issubclass(nn.GroupNorm, private.RunningNorm)
+    assert private.BatchNorm.__base__ is private.RunningNorm  # taken without the private name
+
+
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_norms_are_the_same_one_by_one(monkeypatch, order, dtype):

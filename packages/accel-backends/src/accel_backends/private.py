@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from accel_state.errors import BackendError
 
 if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-    BatchNorm = _BatchNorm
+    BatchNorm, RunningNorm = _BatchNorm, _NormBase
 else:
     BatchNorm = getattr(nn.modules.batchnorm, "_BatchNorm", None) or nn.BatchNorm1d.__base__
+    # The base class of batch and instance normalisations.
+    RunningNorm = getattr(nn.modules.batchnorm, "_NormBase", None) or BatchNorm.__base__
 
 _ACCUMULATED = "_post_accumulate_grad_hooks"
 #: Called in place of a unit's collective, with torch's method and that method's arguments.

@@ -116,10 +116,15 @@ def test_the_chosen_blocks_run_twice_and_the_others_once():
 
 
 @pytest.mark.parametrize("options", [{}, {"save": "matmuls"}], ids=["all", "matmuls"])
-def test_batch_normalisations_count_a_batch_once(options):
+@pytest.mark.parametrize(
+    "norm",
+    [lambda: nn.BatchNorm1d(8), lambda: nn.InstanceNorm1d(5, track_running_stats=True)],
+    ids=["batch", "instance"],
+)
+def test_running_statistics_count_a_batch_once(options, norm):
     def norms():
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))).double()
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), norm(), nn.Linear(8, 8)) for _ in range(3))).double()
 
     plain, model = norms(), recomputing(norms(), **options)
     for one, other in zip(gradients(plain), gradients(model), strict=True):

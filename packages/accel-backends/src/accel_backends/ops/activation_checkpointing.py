@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_backends.ops.blocks import blocks_by_class
-from accel_backends.private import BatchNorm, TorchDispatchMode
+from accel_backends.private import RunningNorm, TorchDispatchMode
 from accel_precision.autocast import subclass_with
 from accel_precision.options import KwargsHandler
 from accel_state.errors import BackendError, ConfigError, PrepareError, did_you_mean
@@ -138,7 +138,7 @@ class ActivationCheckpointing(KwargsHandler):
             if hasattr(original, RECOMPUTED):
                 continue
             try:
-                kind = original, any(isinstance(module, BatchNorm) for module in block.modules())
+                kind = original, any(isinstance(module, RunningNorm) for module in block.modules())
                 if kind not in made:
                     forward = _recomputed(original.forward, self._run(), normalises=kind[1])
                     made[kind] = subclass_with(original, {"forward": forward, RECOMPUTED: True})
@@ -207,8 +207,8 @@ def _recomputed(forward: Callable[..., Any], run: Run, *, normalises: bool) -> C
 
 
 def _with_statistics_once(forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
-    """Returns ``forward`` for a call and its recomputation, in which batch normalisations count no batch again."""
-    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
+    """Returns ``forward`` for a call and its recomputation, in which running statistics count no batch again."""
+    norms = [module for module in block.modules() if isinstance(module, RunningNorm)]
     calls = 0
 
     def compute(*args: Any, **kwargs: Any) -> Any:
