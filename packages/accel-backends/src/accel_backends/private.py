@@ -19,7 +19,8 @@ from accel_state.errors import BackendError
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-    BatchNorm, RunningNorm = _BatchNorm, _NormBase
+    BatchNorm = _BatchNorm
+    RunningNorm = _NormBase
 else:
     BatchNorm = getattr(nn.modules.batchnorm, "_BatchNorm", None) or nn.BatchNorm1d.__base__
     # The base class of batch and instance normalisations.
