@@ -246,6 +246,7 @@ UNSEEN = {
     "`zero_grad()` before the backward of a window's last micro-batch": _NUMBERS,
     "`optimizer.step(closure)` inside a window": _NUMBERS,
     "`break` out of a loader": _NUMBERS,
+    "`scheduler.step()` after the loop over a loader": _NUMBERS,
     "`sp_size` without DeepSpeed": _SERVED,
     '`sp_backend="deepspeed"` without a DeepSpeed plugin or `strategy="deepspeed"`': _SERVED,
     "torchrun on a CPU box": _STARTED,
