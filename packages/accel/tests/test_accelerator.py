@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import weakref
 from importlib.util import find_spec
@@ -149,6 +150,18 @@ def test_a_window_without_any_weight_has_zero_gradients() -> None:
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.zeros(0, 2)).sum(), weight=0)
     assert all(bool((parameter.grad == 0).all()) for parameter in model.parameters())
+
+
+@pytest.mark.ranks(2, group=False, env={"ACCELERATE_CPU_AFFINITY": "1"})
+def test_further_accelerators_leave_the_cores_of_a_process(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = list(range(8))
+    monkeypatch.setattr("accel.setup.build.usable_cpus", lambda: list(cores))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, mine: cores.__setitem__(slice(None), mine))
+    accelerator = Accelerator(cpu=True)
+    assert cores == list(range(4 * rank, 4 * rank + 4))
+    Accelerator(cpu=True)
+    assert cores == list(range(4 * rank, 4 * rank + 4))
+    accelerator.end_training()
 
 
 def test_two_accelerators_do_not_disturb_each_other() -> None:

@@ -90,6 +90,7 @@ def open_parts(
             "Accelerator; drop it (FSDP has an option of that name), or give all values instead of 'auto'"
         )
     process_group = sorted_handlers.process_group
+    is_first = Session.current() is None  # a further Accelerator would bind the process to a share of its share
     with ExitStack() as on_failure:
         session = on_failure.enter_context(
             Session.open(
@@ -123,7 +124,7 @@ def open_parts(
             project=project_of(project, config.project_dir),
         )
         on_failure.pop_all()
-    if config.enable_cpu_affinity:
+    if config.enable_cpu_affinity and is_first:
         keep_to_cores(session.topology, session.device)
     if config.seed is not None:
         from accel_state.rng import set_seed
