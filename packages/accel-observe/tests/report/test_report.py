@@ -245,6 +245,11 @@ def test_of_runs_written_at_the_same_time_the_last_by_name_is_the_newest(tmp_pat
     assert find_run(tmp_path).parent.name == "d"
 
 
+@pytest.mark.parametrize("losses", [(1e308, -1e308), (1.7e308, 1.0), (5e-324, 1e-323), (1e-320, 1e-320)], ids=str)
+def test_the_largest_and_the_least_numbers_are_drawn(losses: tuple[float, float]) -> None:
+    assert "<svg" in curve([(float(step), loss) for step, loss in enumerate(losses)])
+
+
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
 @example(900719925.9882812, 1e-06)
 @QUICKLY

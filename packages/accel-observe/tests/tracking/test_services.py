@@ -32,7 +32,7 @@ accelerator.init_trackers("project", {"lr": 0.1, "net": {"width": 8}}, {name: op
 image = torch.stack(torch.broadcast_tensors(torch.arange(8)[:, None] * 32, torch.arange(8) * 16, torch.tensor(128)), -1)
 image = image[None].to(torch.uint8)  # N x H x W x C
 for step in range(3):
-    accelerator.log({"loss": torch.tensor(1 / (step + 1)), "eval_acc": step / 4}, step=step)
+    accelerator.log({"loss": torch.tensor(1 / (step + 1)), "eval_acc": step / 4, "test": {"acc": 0.5}}, step=step)
 if name == "aim":
     accelerator.log_images({"samples": (image[0].numpy(), "caption")}, step=2)
 else:
@@ -168,6 +168,7 @@ def test_comet(tmp_path: Path) -> None:
     metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
     losses = [(metric["step"], float(metric["metricValue"])) for metric in metrics if metric["metricName"] == "loss"]
     assert losses == POINTS
+    assert "test/acc" in {metric["metricName"] for metric in metrics}
     assert "0.1" in json.dumps([message["payload"] for message in messages if message["type"] == "parameter_msg"])
 
 

@@ -14,6 +14,8 @@ _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
 _SHOWN = 1_500
 _SPOTS = 120
+# Values beyond it are drawn at the edge, and ranges below its inverse as one value: both leave room for arithmetic.
+_MOST = 1e300
 PHASE_COLOURS = ("var(--c2)", "var(--c1)", "var(--c3)", "var(--c4)")
 
 
@@ -221,13 +223,12 @@ def number_text(value: float) -> str:
 
 
 def _range(values: Sequence[float], *, zero: bool = False) -> tuple[float, float]:
-    low, high = min(values), max(values)
+    low, high = (max(-_MOST, min(value, _MOST)) for value in (min(values), max(values)))
     if zero:
         low = min(0.0, low)
-    if high == low:
-        margin = abs(high) * 0.1 or 1.0
-        return (low if zero else low - margin), high + margin
     margin = (high - low) * 0.04
+    if high - low <= 1 / _MOST:
+        margin = abs(high) * 0.1 if abs(high) > 1 / _MOST else 1.0
     return (low if zero else low - margin), high + margin
 
 

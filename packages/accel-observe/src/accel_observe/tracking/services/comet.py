@@ -40,7 +40,7 @@ class CometMLTracker(RunTracker):
             elif isinstance(value, str):
                 self.run.log_other(name, value, **kwargs)
             elif isinstance(value, dict):
-                self.run.log_metrics(dict(flatten(value)), step=step, **kwargs)
+                self.run.log_metrics(dict(flatten({name: value})), step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
