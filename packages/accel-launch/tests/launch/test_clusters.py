@@ -282,6 +282,14 @@ def test_without_slurm_the_script_is_not_left_behind(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_restarts", 3), ("log_dir", "logs"), ("gpu_ids", "0,1")])
+def test_what_mpirun_does_itself_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    config = resolve_config({"mpirun_hostfile": str(tmp_path / "hosts"), name: value}, {})
+    with pytest.raises(LaunchError, match=f"{name}: mpirun starts and watches the processes; drop {name}"):
+        prepare(config, [str(tmp_path / "hosts")], {})
+
+
 # ------------------------------------------------------------------------------------------------------- real runs
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -178,6 +179,19 @@ def test_settings_that_cannot_work_are_refused_with_what_would(
         planned(settings, host)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("origin", ["file", "variable"])
+def test_devices_of_other_launches_are_passed_over_on_the_cpu(origin: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("gpu_ids: 0,1\nnum_processes: 2\n" if origin == "file" else "num_processes: 2\n")
+    env = {} if origin == "file" else {"ACCEL_GPU_IDS": "0,1"}
+    config = resolve_config({"cpu": True}, env, file)
+    assert config.gpu_ids == "0,1"
+    made = plan(config, ["train.py"], replace(GPUS, accelerator=None, num_accelerators=0), env={})
+    assert len(made.processes) == 2
+    with pytest.raises(LaunchError, match="gpu_ids is '0,1'"):
+        planned({"cpu": True, "gpu_ids": "0,1"})
 
 
 def test_a_plan_is_plain_data_as_json() -> None:

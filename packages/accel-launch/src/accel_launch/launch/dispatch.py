@@ -103,6 +103,8 @@ def _mpi(config: AccelConfig, program: Sequence[str], hostfile: str, env: Mappin
     from accel_launch.launch.remote.mpi import become_mpirun, mpi_flavour, plan_mpi
 
     unable = [name for name in ("max_restarts", "prefix_output", "log_dir", "tee") if config.is_on(name)]
+    if config.gpu_ids not in (None, "all"):
+        unable.append("gpu_ids")
     if unable:
         raise LaunchError(f"{', '.join(unable)}: mpirun starts and watches the processes; drop {', '.join(unable)}")
     machines = read_hostfile(hostfile)

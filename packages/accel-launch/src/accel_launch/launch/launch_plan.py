@@ -175,6 +175,8 @@ def _named(variables: str | None) -> dict[str, str]:
 def _gpu_ids(config: AccelConfig, host: HostFacts) -> tuple[str, ...] | None:
     if config.gpu_ids is None or config.gpu_ids == "all":
         return None
+    if config.cpu and config.origin("gpu_ids").source in ("file", "env"):
+        return None  # meant for launches on accelerators
     ids = tuple(part.strip() for part in config.gpu_ids.split(","))
     known = [str(index) for index in range(host.num_accelerators)]
     strange = [part for part in ids if part not in known]
