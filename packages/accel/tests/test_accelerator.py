@@ -329,6 +329,18 @@ def test_a_schedule_of_epochs_steps_after_an_epoch_that_ends_inside_a_window(bat
     assert scheduler.last_epoch == 3
 
 
+def test_a_schedule_of_epochs_steps_after_an_epoch_whose_last_step_was_skipped() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts())
+    for x, _ in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum() * float("inf"))
+            optimizer.step()
+    assert optimizer.step_was_skipped
+    scheduler.step()
+    assert scheduler.last_epoch == 1
+
+
 def test_scheduler_steps_per_process_is_the_old_meaning() -> None:
     with pytest.raises(ConfigError, match="scheduler_steps is 'always'"):
         Accelerator(cpu=True, scheduler_steps="always")

@@ -11,7 +11,7 @@ ROWS, STEPS_OF, RATE = 32, 4, 0.05
 
 
 def train(accelerator: CompatAccelerator | None, batch_size: int) -> torch.Tensor:
-    """Returns the parameters of a linear model trained for one epoch; global batches do not depend on the number of ranks."""
+    """Returns the parameters of a linear model after one epoch; its global batches are the same on any number of ranks."""
     rows = torch.linspace(-1, 1, ROWS)[:, None]
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, 0.5)

@@ -81,22 +81,23 @@ class Dealer:
         if full and self.slice_fn is None:
             sizes = None if len(set(rows)) == 1 else tuple(rows)
             return Dealt(tuple(batches), sizes, sizes, total)
-        told = self.slice_fn is not None or (
-            all(map(_can_be_sliced, batches, rows)) and not all(map(_may_be_samples, batches, rows))
-        )
-        if self.batch_rows is not None and self.even and told:
-            try:
-                joined, held = join_rows(batches, rows), total + -total % self.shards
-                if self.slice_fn is None and _may_be_samples(joined, total):
+        if self.batch_rows is None or not self.even:
+            return self._whole(batches, rows)
+        if self.slice_fn is None and (
+            not all(map(_can_be_sliced, batches, rows)) or all(map(_may_be_samples, batches, rows))
+        ):
+            return self._whole(batches, rows)
+        try:
+            joined = join_rows(batches, rows)
+            filled = self._filled(joined, total)
+            if self.slice_fn is None:
+                held = total + -total % self.shards
+                if _may_be_samples(joined, total) or _may_be_samples(filled, held) or not _can_be_sliced(filled, held):
                     return self._whole(batches, rows)
-                joined = self._filled(joined, total)
-                if self.slice_fn is None and _can_be_sliced(joined, held) and not _may_be_samples(joined, held):
-                    return self._cut(joined, total, full)
-            except (TypeError, ValueError, RuntimeError):  # ragged: rows of different batches cannot be concatenated
-                return self._whole(batches, rows)
-            if self.slice_fn is not None:  # what it raises is raised
-                return self._cut(joined, total, full)
-        return self._whole(batches, rows)
+                return self._cut(filled, total, full)
+        except (TypeError, ValueError, RuntimeError):  # ragged: rows of different batches cannot be concatenated
+            return self._whole(batches, rows)
+        return self._cut(filled, total, full)  # what the user's function raises is raised
 
     def _whole(self, batches: Sequence[Any], rows: Sequence[int]) -> Dealt:
         missing = self.shards - len(batches)
@@ -227,9 +228,9 @@ def _rows_told(batch: Any, rows: int) -> Iterator[bool | None]:
 
 
 def _may_be_samples(batch: Any, rows: int) -> bool:
-    """Whether a list or tuple in a batch may hold samples as well as columns, as three RGB images of three samples.
+    """Whether a list or tuple in a batch may hold either samples or columns: three images of three channels each.
 
-    Its entries are alike, and each column in them has ``rows`` rows.
+    Its entries are alike, there are ``rows`` of them, and each column in them has ``rows`` rows.
     """
     if type(batch) in (list, tuple) and 1 < rows == len(batch) and not _is_strings(batch):
         columns = [list(_columns(entry)) for entry in batch]

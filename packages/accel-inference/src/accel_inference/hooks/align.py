@@ -260,7 +260,7 @@ def _without_values(model: nn.Module) -> set[int]:
 
 
 def _computed_early(module: nn.Module) -> str:
-    """What says that a forward pre-hook has computed tensors of the module, for which it had placeholders; or empty."""
+    """Returns an error text if a forward pre-hook has computed tensors from placeholders; otherwise ""."""
     names = [name for name, one in vars(module).items() if isinstance(one, Tensor) and one.is_meta]
     if not names:
         return ""

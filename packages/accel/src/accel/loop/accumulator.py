@@ -185,7 +185,7 @@ class StepClock:
 
     @property
     def passed(self) -> bool:
-        """Whether the pass of a loader that gave the current micro-batch has ended: the loop over it is over."""
+        """Whether the loop over the loader that gave the current micro-batch has ended."""
         return self._pass is not None and all(one is not self._pass for one in self._loaders)
 
     @property

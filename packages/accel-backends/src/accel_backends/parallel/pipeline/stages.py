@@ -131,14 +131,14 @@ class Placeholder(nn.Module):
 
 @final
 class _NoEmbedding(nn.Module):
-    """An embedding of the first stage on another one, where what stands before the blocks is not used."""
+    """Placeholder for an embedding on stages after the first, which do not use its output."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
         self.features = features
 
     def forward(self, indices: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Returns zeros, for what is passed to embeddings of positions beside a mask as well."""
+        """Returns zeros; ignores further arguments, such as a mask and positions."""
         return torch.zeros(*indices.shape, self.features, device=indices.device)
 
 

@@ -115,8 +115,11 @@ def _wait(
     ended: list[tuple[str, int]] = []
     deadline = math.inf
     while len(ended) < len(running) and not interrupts.received:
+        failed = [one for one in ended if one[1] not in (0, PREEMPTED_STATUS)]  # machines save where one was preempted
+        if failed:
+            deadline = min(deadline, time.monotonic() + patience)
         if time.monotonic() > deadline:
-            name, status = next(one for one in ended if one[1] not in (0, PREEMPTED_STATUS))
+            name, status = failed[0]
             say(f"accel launch: {name} ended with status {status}; ending the other machines, which wait for it")
             break
         known = {name for name, _ in ended}
@@ -124,8 +127,6 @@ def _wait(
         ended += new
         if any(status == _LOST for _, status in new):
             break
-        if any(status not in (0, PREEMPTED_STATUS) for _, status in new):  # preempted: others are saving
-            deadline = min(deadline, time.monotonic() + patience)
         time.sleep(0.05)
     return ended
 
