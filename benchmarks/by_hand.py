@@ -1,7 +1,7 @@
 """Steps with degrees of parallelism written by hand with torch's own pieces, to which those of accel are compared.
 
 ``parallelize_module``, ``fully_shard``, ``torch.distributed.pipelining``, collectives in ``autograd.Function``. Each
-step returns the loss of its batch, or None on a rank that does not have it.
+step returns the loss of its batch on every rank, as a loop does that logs it or looks for NaN.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 Degrees = Mapping[str, int]
-Step = Callable[[], "torch.Tensor | None"]
+Step = Callable[[], torch.Tensor]
 LENGTH, BATCH, MICRO_BATCHES = 32, 8, 4
 #: The large ``eps`` makes losses depend on the scale of gradients, too.
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-2}
@@ -228,7 +228,8 @@ def experts_by_hand(degrees: Degrees) -> Step:
 class Half(nn.Module):
     """One stage of a Llama: its base model with the first half of the blocks, or with the last, and the head.
 
-    The model's own forward prepares masks and positions, as it does on the other side and in the cases without stages.
+    The model's own forward prepares masks and positions, and its own function computes the loss, as on the other side
+    and in the cases without stages.
     """
 
     def __init__(self, model: Any, *, first: bool) -> None:
@@ -238,6 +239,7 @@ class Half(nn.Module):
         self.base.layers = nn.ModuleList(blocks[:middle] if first else blocks[middle:])
         self.base.config.num_hidden_layers = len(self.base.layers)
         self.head = None if first else model.lm_head
+        self.loss_function, self.vocabulary = model.loss_function, model.config.vocab_size
         if first:
             self.base.norm = nn.Identity()
         else:
@@ -248,9 +250,16 @@ class Half(nn.Module):
         hidden: torch.Tensor = self.base(**inputs, use_cache=False).last_hidden_state
         return hidden if self.head is None else self.head(hidden)
 
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocabulary)
+        return found
+
 
 def pipeline_by_hand(degrees: Degrees) -> Step:
-    """Two halves of the model under torch's 1F1B; replicas average their gradients in one all-reduce for each."""
+    """Two halves of the model under torch's 1F1B, whose last rank sends the loss to the first.
+
+    Replicas average their gradients in one all-reduce for each.
+    """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     model, tokens = parts(degrees)
@@ -259,19 +268,17 @@ def pipeline_by_hand(degrees: Degrees) -> Step:
     place = mesh["pp"].get_local_rank()
     half = Half(model, first=place == 0)
     stage = PipelineStage(half, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-
-    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=half.loss)
     optimizer = torch.optim.AdamW(half.parameters(), **OPTIMIZER)
 
-    def step() -> torch.Tensor | None:
+    def step() -> torch.Tensor:
         losses: list[torch.Tensor] = []
         if place == 0:
             schedule.step(tokens)
         else:
             schedule.step(target=tokens, losses=losses)
+        loss = torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        dist.broadcast(loss, group=mesh["pp"].get_group(), group_src=1)
         if replicas > 1:
             gradients = [p.grad for p in half.parameters() if p.grad is not None]
             flat = torch.cat([one.flatten() for one in gradients]).div_(replicas)
@@ -280,7 +287,7 @@ def pipeline_by_hand(degrees: Degrees) -> Step:
                 one.copy_(mean.view_as(one))
         optimizer.step()
         optimizer.zero_grad()
-        return torch.stack(losses).mean() if losses else None
+        return loss
 
     return step
 

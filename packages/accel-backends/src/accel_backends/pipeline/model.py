@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from torch import nn
 from accel_backends.ops.dtensor import local_of
 from accel_backends.ops.fqn import WRAPS
 from accel_backends.parallel.common_calls import CommonCalls
-from accel_backends.parallel.pipeline.pipeline import ARGUMENTS, Pipeline
+from accel_backends.parallel.pipeline.pipeline import ARGUMENTS, Pipeline, sum_of
 from accel_backends.parallel.pipeline.router_sums import RouterSums
 from accel_backends.parallel.pipeline.shards import StageShards
 from accel_backends.parallel.pipeline.stages import Feed
@@ -167,16 +167,19 @@ class PipelinedModel(nn.Module):
             scaled: torch.Tensor = (loss.float() if loss.dtype.itemsize < 4 else loss) * scale
             return scaled
 
+        parameters = list(self.module.parameters())
         if self.shards is None:
-            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
         else:
             trained = self.shards.trained_parameters
         check = None if self.experts is None else self._check_factor
         held = HeldGradients(trained, scale=scale, on_added=self._note_added, check=check)
+        feed = Feed(self._inputs(parts), shape, finish, losses=losses, routers=routers)
         with held.collect(), self._gathered():
-            self.pipeline.run(Feed(self._inputs(parts), shape, finish, routers), backward=True, error=missing)
+            total = self.pipeline.run(feed, backward=True, error=missing)
             self._sum_tied()
-        total = self._total(losses, routers)
+        assert total is not None
+        total = self._mean(total, routers).to(_loss_dtype(parameters))
         fields = {} if routers is None else {"aux_loss": routers.loss.to(total.dtype)}
         return PipelineOutput({"loss": held.loss(total), **fields}, training=True)
 
@@ -191,9 +194,10 @@ class PipelinedModel(nn.Module):
         if self._has_labels(given) and self._config.loss_fn is None:
             weights = token_weights(parts)
             losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
-            fields["loss"] = self._total(losses, routers)
+            total = self.pipeline.from_last(sum_of(losses, plan.device))
+            fields["loss"] = self._mean(total, routers).to(_loss_dtype(self.module.parameters()))
         if routers is not None:
-            fields["aux_loss"] = routers.loss if self._is_double else routers.loss.float()
+            fields["aux_loss"] = routers.loss.to(_loss_dtype(self.module.parameters()))
         own = joined_outputs([outputs[number] for number in range(len(parts))]) if plan.has_last else {}
         if self.sequences is not None and plan.has_last:
             own = self.sequences.full(own)
@@ -257,7 +261,8 @@ class PipelinedModel(nn.Module):
             outputs[number] = output
             return torch.zeros((), device=plan.device)
 
-        feed = Feed(self._inputs(parts), (samples // count, tokens), finish, routers, self._has_labels(given))
+        shape, labelled = (samples // count, tokens), self._has_labels(given)
+        feed = Feed(self._inputs(parts), shape, finish, routers=routers, labelled=labelled)
         self.pipeline.run(feed, backward=False)
         if routers is not None:
             routers.sum()
@@ -319,8 +324,7 @@ class PipelinedModel(nn.Module):
             found = torch.cat([outputs[number].logits[:, -1].argmax(-1) for number in range(len(parts))])
         else:
             found = torch.zeros(batch_shape(given)[0], dtype=torch.int64, device=plan.device)
-        dist.broadcast(found, group=plan.group, group_src=plan.last_rank)
-        return found
+        return self.pipeline.from_last(found)
 
     def _routers(self, groups: Sequence[dist.ProcessGroup | None], *, training: bool) -> RouterSums:
         """Sums of the load-balancing loss of one call over the ranks of all groups.
@@ -374,23 +378,11 @@ class PipelinedModel(nn.Module):
         names = self._own_names - {"labels"}
         return [{name: value for name, value in part.items() if name in names} for part in parts]
 
-    def _total(self, losses: Mapping[int, torch.Tensor], routers: RouterSums | None) -> torch.Tensor:
-        """Sum of the losses of all micro-batches, which the last stage has, and of the routers, on every rank."""
-        plan = self.pipeline.plan
-        wide = torch.float32 if plan.device.type == "mps" else torch.float64
-        total = torch.zeros((), dtype=wide, device=plan.device)
-        for loss in losses.values():
-            total += loss.detach()
-        dist.broadcast(total, group=plan.group, group_src=plan.last_rank)
+    def _mean(self, total: torch.Tensor, routers: RouterSums | None) -> torch.Tensor:
+        """Loss of a batch from that of this pipeline: the mean over shards of sequences, with the loss of routers."""
         if self.sequences is not None:
             total = self.sequences.mean(total)
-        if routers is not None:
-            total += routers.weighted_loss
-        return total if self._is_double else total.float()
-
-    @property
-    def _is_double(self) -> bool:
-        return any(parameter.dtype == torch.float64 for parameter in self.module.parameters())
+        return total if routers is None else total + routers.weighted_loss
 
     def _sum_tied(self) -> None:
         """Sums the tied weight's gradient of this batch over the first and the last stage."""
@@ -403,3 +395,8 @@ class PipelinedModel(nn.Module):
 
     def _note_added(self) -> None:
         self.unreduced = True
+
+
+def _loss_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """float64 if any parameter is; otherwise float32."""
+    return torch.float64 if any(one.dtype == torch.float64 for one in parameters) else torch.float32

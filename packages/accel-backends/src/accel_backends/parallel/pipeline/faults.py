@@ -19,6 +19,8 @@ _log = get_logger(__name__)
 
 _MOST: Final = 400
 """Characters of an error that other ranks repeat."""
+_FLAGS: Final = 3
+"""Numbers that ``Faults.agree`` sends before the notes."""
 _WRAPPED: Final = "Failed to run stage backward"
 """Beginning of the error that torch raises from that of a backward, with all tensors of the stage."""
 
@@ -62,22 +64,31 @@ class Faults:
         raise error
 
     @recorded("errors of pipeline stages", shared=False)
-    def agree(self, group: dist.ProcessGroup | None, *, labelled: bool | None = None) -> None:
+    def agree(
+        self, group: dist.ProcessGroup | None, *, labelled: bool | None = None, note: torch.Tensor | None = None
+    ) -> list[float]:
         """Raises on every rank if a stage of any rank has failed: there its own error, elsewhere a CollectiveError.
 
-        ``labelled``: whether this rank's call has labels, which all ranks of the group must have, or none; None: that
-        is not compared.
+        Args:
+            group: the ranks; None: those of torch's default group.
+            labelled: whether this rank's call has labels, which all ranks of the group must have, or none; None: that
+                is not compared.
+            note: a number for the other ranks, in host memory (floating point, scalar); None: 0.
 
-        Collective: every rank of the group must call this. Sends three numbers from host memory where the group can, so
+        Returns:
+            The ``note`` of each rank, in order of rank.
+
+        Collective: every rank of the group must call this. Sends a few numbers from host memory where the group can, so
         that no rank waits for its device.
         """
         device = torch.device("cpu") if sends_from_host(group) else torch.accelerator.current_accelerator()
-        mine = [int(self.error is not None), int(labelled is True), int(labelled is False)]
-        found = torch.tensor(mine, device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        failed, with_labels, without = found.tolist()
+        mine = [self.error is not None, labelled is True, labelled is False, *[0.0] * dist.get_world_size(group)]
+        mine[_FLAGS + dist.get_rank(group)] = 0.0 if note is None else float(note)
+        found = torch.tensor(mine, dtype=torch.float64, device=device)
+        dist.all_reduce(found, group=group)
+        failed, with_labels, without, *notes = found.tolist()
         if not failed and not (with_labels and without):
-            return
+            return notes
         if not failed:
             given = all_gather_object((dist.get_rank(), labelled), group=group)
             raise _different_labels({one for one, has in given if has}, {one for one, has in given if not has})
