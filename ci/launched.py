@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "launched"
 # Tests of ranks, so many of each package, in ranks that the launchers start. These outlive a test.
-SAMPLE = ("-m", "not slow", "--sample=8", "-o", "accel_leaks=environment groups threads", "packages", "testing")
+SAMPLE = ("-m", "not slow", "--sample=6", "-o", "accel_leaks=environment groups threads", "packages", "testing")
 _BOTH = "--both-launchers"
 #: The runs of pytest, by name.
 RUNS = {

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied"])
+@pytest.mark.sampled(3)
 def test_one_rank_trains_as_one_process(rank, kind, optimizer):
     from loops import assert_trains_as_one_process
 
@@ -22,6 +23,7 @@ def test_one_rank_trains_as_one_process(rank, kind, optimizer):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.sampled(2)
 def test_two_tensor_parallel_ranks_train_as_one_process(rank, kind, sequence):
     from loops import assert_trains_as_one_process
 
@@ -38,6 +40,7 @@ def test_two_stages_train_as_one_process(rank, kind):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("kind", "sequence"), [("gpt2", True), ("llama", True), ("llama tied", False)])
+@pytest.mark.sampled(1)
 def test_two_stages_of_two_tensor_parallel_ranks_train_as_one_process(rank, kind, sequence):
     from loops import assert_trains_as_one_process
 

@@ -83,6 +83,7 @@ STAGES = {"pp_degree": 2, "num_micro_batches": 2}
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_two_ranks_of_each_of_two_train_as_one_process(rank, kind, options):
     """With two tensor-parallel ranks, stages or replicas."""
     assert_trains(kind, **options)

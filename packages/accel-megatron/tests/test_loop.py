@@ -69,6 +69,7 @@ def assert_loop_is_that_of_one_process(rank, folder, **options):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{}, {"tp_degree": 2}, {"pp_degree": 2, "num_micro_batches": 2}])
+@pytest.mark.sampled(1)
 def test_schedules_metrics_and_logs_are_those_of_one_process(rank, tmp_path, options):
     assert_loop_is_that_of_one_process(rank, tmp_path, **options)
 
@@ -97,6 +98,7 @@ def test_a_seed_repeats_the_dropout(rank, options):
 @pytest.mark.parametrize(
     "options", [{"tp_degree": 2}, {"tp_degree": 2, "sequence_parallelism": True}, {"use_distributed_optimizer": True}]
 )
+@pytest.mark.sampled(1)
 def test_dropout_continues_after_a_checkpoint_as_without_it(rank, options, tmp_path):
     from loops import largest_difference, trained
 
@@ -116,6 +118,7 @@ def test_dropout_continues_after_a_checkpoint_as_without_it(rank, options, tmp_p
         ({"recompute_granularity": "selective"}, 1),
     ],
 )
+@pytest.mark.sampled(1)
 def test_recomputed_activations_train_as_one_process(rank, recomputed, forwards):
     from loops import accelerator, largest_difference, make_model, optimizer_of, reference, train
 

@@ -42,6 +42,7 @@ def assert_trains_as_autocast(rank, precision, kind="llama", *, clip=None, accum
     "kind",
     ["gpt2", "llama tied", "bert", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("megatron bert",))],
 )
+@pytest.mark.sampled(2)
 def test_one_rank_trains_as_autocast_in_one_process(rank, kind, precision):
     assert_trains_as_autocast(rank, precision, kind, num_micro_batches=2, clip=0.5, accumulation=2)
 
@@ -65,6 +66,7 @@ MORE = [
 @pytest.mark.parametrize(
     ("precision", "options"), [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)]
 )
+@pytest.mark.sampled(1)
 def test_two_ranks_train_as_autocast_in_one_process(rank, precision, options):
     assert_trains_as_autocast(rank, precision, clip=0.5, accumulation=2, **options)
 
@@ -79,6 +81,7 @@ IN_FP64 = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", IN_FP64)
 @pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.sampled(2)
 def test_a_model_in_fp64_trains_on_two_ranks_as_in_one_process(rank, kind, options):
     import torch
     from loops import assert_trains_as_one_process

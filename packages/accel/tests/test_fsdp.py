@@ -38,16 +38,6 @@ def test_sharded_training_equals_one_process(rank_pool: RankPool, layout: str, p
     assert_equivalent(program, [layout], pool=rank_pool)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [sgd_program, adamw_program], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("layout", ["fsdp:1", "fsdp:2", "fsdp:4", HYBRID, "fsdp1:2"])
-@pytest.mark.parametrize("window", ["", "/acc=3", "/acc=3/weighted", "/acc=3/short"])
-def test_sharded_training_equals_one_process_in_every_combination(
-    rank_pool: RankPool, layout: str, window: str, program: Callable[[], Program]
-) -> None:
-    assert_equivalent(program, [layout + window], pool=rank_pool)
-
-
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 

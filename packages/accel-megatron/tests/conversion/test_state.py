@@ -11,6 +11,7 @@ from accel_state.errors import PrepareError
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama tied", "bert", "bert words", "megatron bert"])
 @pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4)])
+@pytest.mark.sampled(12)
 def test_there_and_back_gives_the_same_bits(kind, degrees):
     from loops import make_model
 

@@ -11,6 +11,7 @@ KINDS = ["bert", "megatron bert"]
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [*KINDS, "megatron bert words"])
+@pytest.mark.sampled(1)
 def test_two_stages_train_as_one_process(rank, kind):
     from loops import assert_trains_as_one_process
 

@@ -18,6 +18,7 @@ def test_one_rank_trains_as_one_process(rank, kind):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["bert", "megatron bert", "t5", "t5 gated"])
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.sampled(4)
 def test_two_tensor_parallel_ranks_train_as_one_process(rank, kind, sequence):
     from loops import assert_trains_as_one_process
 

@@ -16,6 +16,7 @@ LAYOUTS = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", LAYOUTS)
+@pytest.mark.sampled(2)
 def test_an_own_step_trains_as_one_process_in_the_ordinary_loop(rank, options):
     import torch
     from loops import accelerator, largest_difference, make_model, optimizer_of, reference, samples, train
@@ -41,6 +42,7 @@ def test_an_own_step_trains_as_one_process_in_the_ordinary_loop(rank, options):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", LAYOUTS)
+@pytest.mark.sampled(2)
 def test_an_own_step_trains_as_one_process_in_calls_of_train_step(rank, options):
     from loops import STEPS, accelerator, largest_difference, make_model, optimizer_of, reference, samples
     from own import ALPHA, PARTS, Weighted, WeightedStep, replica_of
@@ -71,6 +73,7 @@ def test_an_own_step_trains_as_one_process_in_calls_of_train_step(rank, options)
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_the_steps_of_the_families_compute_what_the_families_do(rank, kind, degree):
     from loops import accelerator, largest_difference, make_model, optimizer_of, train
 

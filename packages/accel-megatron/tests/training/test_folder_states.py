@@ -140,6 +140,7 @@ class MegatronsOwn:
         pytest.param({"expert_model_parallel_size": 2}, {"pp_degree": 2}, "mixtral", "adamw", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(2)
 def test_states_come_back_to_the_bit_with_other_degrees(rank, tmp_path, before, after, kind, optimizer):
     from loops import accelerator, largest_difference, make_model, optimizer_of
 
@@ -174,6 +175,7 @@ FORMS = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("theirs", "ours"), FORMS)
+@pytest.mark.sampled(2)
 def test_what_megatron_core_saved_continues_here(rank, tmp_path, theirs, ours):
     from loops import accelerator, make_model, optimizer_of
 
@@ -195,6 +197,7 @@ def test_what_megatron_core_saved_continues_here(rank, tmp_path, theirs, ours):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("ours", "theirs"), FORMS)
+@pytest.mark.sampled(2)
 def test_what_is_saved_here_continues_in_megatron_core(rank, tmp_path, ours, theirs):
     from loops import accelerator, make_model, optimizer_of
 

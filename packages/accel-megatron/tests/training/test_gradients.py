@@ -29,6 +29,7 @@ SEQUENCES = {"tp_degree": 2, "sequence_parallelism": True}
         pytest.param("mixtral", EXPERTS, EXPERTS, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_an_open_window_continues_with_other_degrees(rank, tmp_path, kind, before, after):
     from loops import largest_difference, make_model, optimizer_of, samples, trained
 

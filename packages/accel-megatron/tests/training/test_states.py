@@ -23,6 +23,7 @@ LAYOUTS = [
         ({"use_distributed_optimizer": True}, {"tp_degree": 2}, "t5"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_checkpoint_continues_with_other_degrees(rank, tmp_path, before, after, kind):
     from loops import largest_difference, trained
 
