@@ -15,8 +15,13 @@ LONGEST = (
     "packages/accel/tests/resilience/test_preemption.py",
     "packages/accel-launch/tests/launch/test_elastic.py",
     "packages/accel-launch/tests/launch/test_clusters.py",
+    "packages/accel-launch/tests/launch/test_culprit.py",
+    "packages/accel-backends/tests/ops/test_inductor.py",
+    "packages/accel-data/tests/test_resume.py",
     "packages/accel-planner/tests/test_measurement.py",
     "benchmarks/",
+    "ci/tests/test_release.py",
+    "docs/tests/test_pages.py",
     "examples/tests/test_demo.py",
 )
 
