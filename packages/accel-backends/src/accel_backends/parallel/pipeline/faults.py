@@ -19,8 +19,6 @@ _log = get_logger(__name__)
 
 _MOST: Final = 400
 """Characters of an error that other ranks repeat."""
-_FLAGS: Final = 3
-"""Numbers that ``Faults.agree`` sends before the notes."""
 _WRAPPED: Final = "Failed to run stage backward"
 """Beginning of the error that torch raises from that of a backward, with all tensors of the stage."""
 
@@ -73,18 +71,22 @@ class Faults:
             group: the ranks; None: those of torch's default group.
             labelled: whether this rank's call has labels, which all ranks of the group must have, or none; None: that
                 is not compared.
-            note: a number for the other ranks, in host memory (floating point, scalar); None: 0.
+            note: a number for the other ranks, in host memory (floating point, scalar); all ranks have one, or none.
 
         Returns:
-            The ``note`` of each rank, in order of rank.
+            The ``note`` of each rank, in order of rank; empty without notes.
 
         Collective: every rank of the group must call this. Sends a few numbers from host memory where the group can, so
         that no rank waits for its device.
         """
         device = torch.device("cpu") if sends_from_host(group) else torch.accelerator.current_accelerator()
-        mine = [self.error is not None, labelled is True, labelled is False, *[0.0] * dist.get_world_size(group)]
-        mine[_FLAGS + dist.get_rank(group)] = 0.0 if note is None else float(note)
-        found = torch.tensor(mine, dtype=torch.float64, device=device)
+        mine: list[float] = [self.error is not None, labelled is True, labelled is False]
+        dtype = torch.int64
+        if note is not None:
+            notes = [0.0] * dist.get_world_size(group)
+            notes[dist.get_rank(group)] = float(note)
+            mine, dtype = mine + notes, torch.float64
+        found = torch.tensor(mine, dtype=dtype, device=device)
         dist.all_reduce(found, group=group)
         failed, with_labels, without, *notes = found.tolist()
         if not failed and not (with_labels and without):

@@ -107,11 +107,7 @@ class Pipeline:
             if not backward:
                 faults.agree(self.plan.group, labelled=feed.labelled)
                 return None
-            total = sum_of(feed.losses, self.plan.device)
-            if self.plan.device.type == "cpu":  # one collective for both
-                return total.fill_(faults.agree(self.plan.together, note=total)[self.plan.last_together])
-            faults.agree(self.plan.together)
-            return self.from_last(total)
+            return self._agree(faults, sum_of(feed.losses, self.plan.device))
         except BaseException as raised:
             self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
             if faults.error is not None and isinstance(raised, Exception):
@@ -151,7 +147,7 @@ class Pipeline:
         faults = Faults()
         if error is not None:
             faults.note(error, where)
-        faults.agree(self.plan.together)
+        self._agree(faults)
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises an error of a rank that cannot run its batch, in place of ``agree`` or of ``run`` with ``backward``.
@@ -163,8 +159,20 @@ class Pipeline:
         """
         faults = Faults()
         faults.note(error, ARGUMENTS)
-        faults.agree(self.plan.together)
-        raise error  # ``agree`` has raised it
+        self._agree(faults)
+        raise error  # ``_agree`` has raised it
+
+    def _agree(self, faults: Faults, total: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Raises the errors of all ranks that train together; returns the ``total`` of the last stage on every rank.
+
+        On the CPU one collective has both, so that ranks without a total send 0; an accelerator sends its total by
+        itself, because the host would wait for it.
+        """
+        if self.plan.device.type != "cpu":
+            faults.agree(self.plan.together)
+            return None if total is None else self.from_last(total)
+        totals = faults.agree(self.plan.together, note=torch.zeros(()) if total is None else total)
+        return None if total is None else total.fill_(totals[self.plan.last_together])
 
     def _schedule(self, feed: Feed, backward: bool) -> Any:
         """The schedule of the last run if shapes are the same, because its buffers have these shapes."""
