@@ -28,6 +28,14 @@ def port():
 
 
 @pytest.fixture
+def refusing_port():
+    """A port where nothing listens, and that no other connection gets meanwhile, not even one to itself."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+@pytest.fixture
 def mute_listener():
     """A port where something listens and never answers."""
     with socket.socket() as listener:
@@ -80,9 +88,12 @@ def test_device_may_be_given_in_any_form():
 
 
 @pytest.mark.parametrize(
-    ("rank", "missing"), [(0, "ranks 1, 2 of 3"), (1, "found no rank 0 at")], ids=["server", "client"]
+    ("rank", "missing", "where"),
+    [(0, "ranks 1, 2 of 3", "port"), (1, "found no rank 0 at", "refusing_port")],
+    ids=["server", "client"],
 )
-def test_missing_peers_are_named_within_the_timeout(rank, missing, port):
+def test_missing_peers_are_named_within_the_timeout(rank, missing, where, request):
+    port = request.getfixturevalue(where)
     begin = time.monotonic()
     with pytest.raises(SessionError, match=missing) as caught:
         Session.open(
