@@ -64,12 +64,11 @@ OVERFLOW = {"accel_precision/scaler.py": 1}
 # Whether all ranks gathered the same parameters is compared once in a step; without it a difference is a hang.
 SAME_GATHERS = {"accel_deepspeed/zero/gather_order.py": 2}
 # The number of labels in each micro-batch divides its loss before the backward that the schedule starts, so it is read
-# once in each call. The number of a micro-batch, whether a stage has failed, and the loss that CPUs send with that, are
-# tensors of the host.
+# once in each call; the number of a micro-batch, and whether a stage has failed, are tensors of the host.
 LABELS = {
     "accel_backends/pipeline/micro_batches.py": 2,
     "accel_backends/parallel/pipeline/stages.py": 4,
-    "accel_backends/parallel/pipeline/faults.py": 6,
+    "accel_backends/parallel/pipeline/faults.py": 4,
 }
 # The previous loss, in pinned memory; where gradients are sharded, what all ranks found in theirs, on the host.
 LATE = {"accel_observe/meters/late_loss.py": 1}

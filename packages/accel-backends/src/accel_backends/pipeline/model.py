@@ -16,7 +16,7 @@ from torch import nn
 from accel_backends.ops.dtensor import local_of
 from accel_backends.ops.fqn import WRAPS
 from accel_backends.parallel.common_calls import CommonCalls
-from accel_backends.parallel.pipeline.pipeline import ARGUMENTS, Pipeline, sum_of
+from accel_backends.parallel.pipeline.pipeline import ARGUMENTS, Pipeline
 from accel_backends.parallel.pipeline.router_sums import RouterSums
 from accel_backends.parallel.pipeline.shards import StageShards
 from accel_backends.parallel.pipeline.stages import Feed
@@ -174,12 +174,10 @@ class PipelinedModel(nn.Module):
             trained = self.shards.trained_parameters
         check = None if self.experts is None else self._check_factor
         held = HeldGradients(trained, scale=scale, on_added=self._note_added, check=check)
-        feed = Feed(self._inputs(parts), shape, finish, losses=losses, routers=routers)
         with held.collect(), self._gathered():
-            total = self.pipeline.run(feed, backward=True, error=missing)
+            self.pipeline.run(Feed(self._inputs(parts), shape, finish, routers), backward=True, error=missing)
             self._sum_tied()
-        assert total is not None
-        total = self._mean(total, routers).to(_loss_dtype(parameters))
+        total = self._total(losses, routers).to(_loss_dtype(parameters))
         fields = {} if routers is None else {"aux_loss": routers.loss.to(total.dtype)}
         return PipelineOutput({"loss": held.loss(total), **fields}, training=True)
 
@@ -194,8 +192,7 @@ class PipelinedModel(nn.Module):
         if self._has_labels(given) and self._config.loss_fn is None:
             weights = token_weights(parts)
             losses = {n: one.loss * weights[n] for n, one in outputs.items() if weights[n]}
-            total = self.pipeline.from_last(sum_of(losses, plan.device))
-            fields["loss"] = self._mean(total, routers).to(_loss_dtype(self.module.parameters()))
+            fields["loss"] = self._total(losses, routers).to(_loss_dtype(self.module.parameters()))
         if routers is not None:
             fields["aux_loss"] = routers.loss.to(_loss_dtype(self.module.parameters()))
         own = joined_outputs([outputs[number] for number in range(len(parts))]) if plan.has_last else {}
@@ -261,8 +258,7 @@ class PipelinedModel(nn.Module):
             outputs[number] = output
             return torch.zeros((), device=plan.device)
 
-        shape, labelled = (samples // count, tokens), self._has_labels(given)
-        feed = Feed(self._inputs(parts), shape, finish, routers=routers, labelled=labelled)
+        feed = Feed(self._inputs(parts), (samples // count, tokens), finish, routers, self._has_labels(given))
         self.pipeline.run(feed, backward=False)
         if routers is not None:
             routers.sum()
@@ -378,11 +374,18 @@ class PipelinedModel(nn.Module):
         names = self._own_names - {"labels"}
         return [{name: value for name, value in part.items() if name in names} for part in parts]
 
-    def _mean(self, total: torch.Tensor, routers: RouterSums | None) -> torch.Tensor:
-        """Loss of a batch from that of this pipeline: the mean over shards of sequences, with the loss of routers."""
+    def _total(self, losses: Mapping[int, torch.Tensor], routers: RouterSums | None) -> torch.Tensor:
+        """Sum of the losses of all micro-batches, which the last stage has, and of the routers, on every rank."""
+        device = self.pipeline.plan.device
+        total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        for loss in losses.values():
+            total += loss.detach()
+        self.pipeline.from_last(total)
         if self.sequences is not None:
             total = self.sequences.mean(total)
-        return total if routers is None else total + routers.weighted_loss
+        if routers is not None:
+            total += routers.weighted_loss
+        return total
 
     def _sum_tied(self) -> None:
         """Sums the tied weight's gradient of this batch over the first and the last stage."""

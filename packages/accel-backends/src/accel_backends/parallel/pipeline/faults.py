@@ -62,35 +62,22 @@ class Faults:
         raise error
 
     @recorded("errors of pipeline stages", shared=False)
-    def agree(
-        self, group: dist.ProcessGroup | None, *, labelled: bool | None = None, note: torch.Tensor | None = None
-    ) -> list[float]:
+    def agree(self, group: dist.ProcessGroup | None, *, labelled: bool | None = None) -> None:
         """Raises on every rank if a stage of any rank has failed: there its own error, elsewhere a CollectiveError.
 
-        Args:
-            group: the ranks; None: those of torch's default group.
-            labelled: whether this rank's call has labels, which all ranks of the group must have, or none; None: that
-                is not compared.
-            note: a number for the other ranks, in host memory (floating point, scalar); all ranks have one, or none.
+        ``labelled``: whether this rank's call has labels, which all ranks of the group must have, or none; None: that
+        is not compared.
 
-        Returns:
-            The ``note`` of each rank, in order of rank; empty without notes.
-
-        Collective: every rank of the group must call this. Sends a few numbers from host memory where the group can, so
+        Collective: every rank of the group must call this. Sends three numbers from host memory where the group can, so
         that no rank waits for its device.
         """
         device = torch.device("cpu") if sends_from_host(group) else torch.accelerator.current_accelerator()
-        mine: list[float] = [self.error is not None, labelled is True, labelled is False]
-        dtype = torch.int64
-        if note is not None:
-            notes = [0.0] * dist.get_world_size(group)
-            notes[dist.get_rank(group)] = float(note)
-            mine, dtype = mine + notes, torch.float64
-        found = torch.tensor(mine, dtype=dtype, device=device)
-        dist.all_reduce(found, group=group)
-        failed, with_labels, without, *notes = found.tolist()
+        mine = [int(self.error is not None), int(labelled is True), int(labelled is False)]
+        found = torch.tensor(mine, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        failed, with_labels, without = found.tolist()
         if not failed and not (with_labels and without):
-            return notes
+            return
         if not failed:
             given = all_gather_object((dist.get_rank(), labelled), group=group)
             raise _different_labels({one for one, has in given if has}, {one for one, has in given if not has})

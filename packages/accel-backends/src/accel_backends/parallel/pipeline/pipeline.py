@@ -5,7 +5,7 @@ along its first dim, and cannot know which tensors have a row for each sample; h
 micro-batches, by which the stages find their inputs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Final, NoReturn, final
@@ -50,12 +50,6 @@ class StagePlan:
         return 0 if self.kind.v_shaped else dist.get_world_size(self.group) - 1
 
     @property
-    def last_together(self) -> int:
-        """Rank in ``together`` of the last stage."""
-        rank = dist.get_global_rank(self.group, self.last_rank)
-        return rank if self.together is None else dist.get_group_rank(self.together, rank)
-
-    @property
     def has_last(self) -> bool:
         """Whether this rank has the last stage."""
         return self.num_stages - 1 in self.held
@@ -75,14 +69,11 @@ class Pipeline:
         # By whether there is a backward: the shape of the micro-batches, and the schedule with buffers of that shape.
         self._schedules: dict[bool, tuple[object, Any]] = {}
 
-    def run(self, feed: Feed, *, backward: bool, error: Exception | None = None) -> torch.Tensor | None:
+    def run(self, feed: Feed, *, backward: bool, error: Exception | None = None) -> None:
         """Computes the forwards of all micro-batches, and with ``backward`` the gradients of the sum of their losses.
 
         Gradients are added to those that are there. With ``error``, one of the arguments of the call, this rank raises
         it at the end; before, it computes with the other ranks, which wait for its messages and its collectives.
-
-        Returns:
-            With ``backward``, the sum of the losses of all micro-batches (float64, scalar), the same on every rank.
 
         Collective: every rank of the group must call this, and with ``backward`` those of all replicas.
 
@@ -104,10 +95,10 @@ class Pipeline:
                 schedule.step(*given, target=target, number=numbers, **_NO_OUTPUTS)
             if error is not None:
                 faults.note(error, ARGUMENTS)
-            if not backward:
+            if backward:
+                faults.agree(self.plan.together)
+            else:
                 faults.agree(self.plan.group, labelled=feed.labelled)
-                return None
-            return self._agree(faults, sum_of(feed.losses, self.plan.device))
         except BaseException as raised:
             self._schedules.clear()  # a schedule that was interrupted has received only some of its messages
             if faults.error is not None and isinstance(raised, Exception):
@@ -118,7 +109,7 @@ class Pipeline:
                 stage.feed = stage.faults = None
 
     def from_last(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that the rank of the last stage gives, in that of this rank.
+        """Broadcasts the tensor of the last stage's rank into those of the other ranks, and returns it.
 
         Collective: every rank of the pipeline must call this.
         """
@@ -147,7 +138,7 @@ class Pipeline:
         faults = Faults()
         if error is not None:
             faults.note(error, where)
-        self._agree(faults)
+        faults.agree(self.plan.together)
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises an error of a rank that cannot run its batch, in place of ``agree`` or of ``run`` with ``backward``.
@@ -159,20 +150,8 @@ class Pipeline:
         """
         faults = Faults()
         faults.note(error, ARGUMENTS)
-        self._agree(faults)
-        raise error  # ``_agree`` has raised it
-
-    def _agree(self, faults: Faults, total: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Raises the errors of all ranks that train together; returns the ``total`` of the last stage on every rank.
-
-        On the CPU one collective has both, so that ranks without a total send 0; an accelerator sends its total by
-        itself, because the host would wait for it.
-        """
-        if self.plan.device.type != "cpu":
-            faults.agree(self.plan.together)
-            return None if total is None else self.from_last(total)
-        totals = faults.agree(self.plan.together, note=torch.zeros(()) if total is None else total)
-        return None if total is None else total.fill_(totals[self.plan.last_together])
+        faults.agree(self.plan.together)
+        raise error  # ``agree`` has raised it
 
     def _schedule(self, feed: Feed, backward: bool) -> Any:
         """The schedule of the last run if shapes are the same, because its buffers have these shapes."""
@@ -201,14 +180,6 @@ class Pipeline:
             leave_out_backwards(schedule, _FORWARD)
         self._schedules[backward] = key, schedule
         return schedule
-
-
-def sum_of(losses: Mapping[int, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum of losses (float64, scalar; float32 on MPS, which has no float64)."""
-    total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-    for loss in losses.values():
-        total += loss.detach()
-    return total
 
 
 def _as_computed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast, final
 
 import torch
@@ -28,8 +28,7 @@ class Feed:
     Attributes:
         inputs: keyword arguments of the model for each micro-batch.
         shape: samples and tokens of each micro-batch.
-        finish: called on the last stage with the number and the output of a micro-batch; returns its loss, scaled.
-        losses: losses of the micro-batches by number, not scaled, which ``finish`` keeps on the last stage.
+        finish: called on the last stage with the number and the output of a micro-batch; returns its loss.
         routers: sums of the load-balancing loss, to which all stages add; None: the call does not have that loss.
         labelled: in evaluation, whether there are labels.
     """
@@ -37,7 +36,6 @@ class Feed:
     inputs: Sequence[Mapping[str, Any]]
     shape: tuple[int, ...]
     finish: Callable[[int, Any], torch.Tensor]
-    losses: Mapping[int, torch.Tensor] = field(default_factory=dict)
     routers: RouterSums | None = None
     labelled: bool | None = None
 
